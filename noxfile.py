@@ -1,0 +1,133 @@
+"""The development sessions. `python3 dev.py SESSION...` runs them; `python3 dev.py` lists them.
+
+Each session has its own environment, installed by uv at the versions and hashes of
+constraints.txt. Only what a session needs is installed; no session installs vllm yet.
+"""
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2026.10"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+nox.options.sessions = ["tests"]
+
+ROOT = Path(__file__).resolve().parent
+CODEC = "./packages/nvfp4-codec"
+# Members whose code is not there yet: installed without their requirements (vllm alone is 9 GB).
+OTHERS = ("modelopt-v4-patches", "vllm-dsv4", "megamoe-kernel")
+
+
+def install(session: nox.Session, *arguments: str) -> None:
+    """Install with every version and hash, build requirements included, from constraints.txt."""
+    session.install(
+        "--constraints=constraints.txt", "--build-constraints=constraints.txt", *arguments
+    )
+
+
+def install_workspace(session: nox.Session, *arguments: str) -> None:
+    """Install the codec, its native extension built from source, and the other members."""
+    install(session, CODEC, *arguments)
+    editable = [f"--editable=./packages/{name}" for name in OTHERS]
+    install(session, "--no-deps", *editable)
+
+
+def run_pytest(session: nox.Session, *arguments: str) -> None:
+    # One thread for each worker: two workers share two cores.
+    session.run(
+        *("pytest", *arguments, *session.posargs), env={"OMP_NUM_THREADS": "1"}, silent=False
+    )
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, formatting, one version, and constraints.txt in step with the pyproject files."""
+    install(session, "--group=lint")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("python", "tools/version.py", "--check")
+    session.run("python", "tools/check_links.py")
+    session.run("python", "tools/constraints.py", "--check")
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """mypy, strict, over all packages and tools."""
+    requirements = f"--requirements={CODEC}/pyproject.toml"  # without compiling the codec
+    install(session, requirements, "--group=typecheck")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests that need no GPU (the default)."""
+    install_workspace(session, "--group=test")
+    run_pytest(session, "--numprocesses=2")
+
+
+@nox.session(name="tests-full")
+def tests_full(session: nox.Session) -> None:
+    """The same tests with more random examples, plus the long fuzz and mutation runs."""
+    install_workspace(session, "--group=test")
+    run_pytest(session, "--full", "--numprocesses=2")
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """The tests that need a GPU. The command inside also works where only pytest is installed."""
+    install_workspace(session, "--group=test")
+    session.run("pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The CPU benchmarks, as JSON. `bench -- NAME ARGUMENTS...` runs one of them."""
+    install_workspace(session, "--group=test")
+    folder = ROOT / "packages" / "nvfp4-codec" / "benchmarks"
+    every = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    name, *arguments = session.posargs or [""]
+    for chosen in [name] if name else every:
+        session.run("python", f"{folder.relative_to(ROOT)}/{chosen}.py", *arguments)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """sdist and wheels of every package into dist/, each installed and used in a clean place."""
+    install(session, "--group=build")
+    session.run("python", "tools/build_packages.py")
+    session.run("python", "tools/check_packages.py")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The static site, with the API reference from docstrings, into site/; broken links fail."""
+    install(session, "--group=docs")
+    session.run("python", "tools/check_links.py")
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """The main job: quantize a real model to NVFP4, verify it, and show what that cost."""
+    install(session, CODEC, "--group=demo")
+    session.run("python", "packages/nvfp4-codec/examples/minilm.py", *session.posargs)
+
+
+@nox.session
+def constraints(session: nox.Session) -> None:
+    """Regenerate constraints.txt after a pyproject.toml changed."""
+    session.run("python", "tools/constraints.py")
+
+
+@nox.session(venv_backend="none")
+def develop(session: nox.Session) -> None:
+    """Make .venv for daily work: the codec editable, with all linters and test peers."""
+    if not (ROOT / ".venv").exists():
+        session.run("uv", "venv", ".venv")
+    session.run(
+        *("uv", "pip", "install", "--python=.venv/bin/python"),
+        *("--constraints=constraints.txt", "--build-constraints=constraints.txt"),
+        *(f"--editable={CODEC}", "--group=test", "--group=lint", "--group=typecheck"),
+    )

@@ -1,0 +1,5 @@
+"""A vLLM plugin that serves full-NVFP4 DeepSeek-V4 checkpoints. Not implemented yet."""
+
+from importlib.metadata import version
+
+__version__ = version("vllm-dsv4")

@@ -1,0 +1,91 @@
+"""Build the sdist and the wheels of every package into dist/.
+
+The pure packages get one wheel. The codec gets one for each supported Python that this machine
+has, built from its sdist and repaired by auditwheel; a Python that is missing is named.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from interpreters import find_interpreters
+from version import PACKAGES, ROOT, read_version
+
+DIST = ROOT / "dist"
+NATIVE = "nvfp4-codec"
+
+
+def distribution_name(package: str) -> str:
+    """Return the package's name as it is spelled in file names."""
+    return package.replace("-", "_")
+
+
+def run(*command: str | Path) -> None:
+    """Run a command; when it fails, stop with its output."""
+    words = [str(word) for word in command]
+    result = subprocess.run(
+        words, cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if result.returncode != 0:
+        raise SystemExit(f"{result.stdout}\n{' '.join(words)} failed")
+
+
+def build(source: Path, destination: Path, *options: str | Path) -> None:
+    constraints = "--build-constraints=constraints.txt"
+    run(
+        "uv",
+        "build",
+        source,
+        "--out-dir",
+        destination,
+        constraints,
+        "--no-create-gitignore",
+        *options,
+    )
+
+
+def build_native_wheel(sdist: Path, python: Path) -> Path:
+    """Build one wheel from the sdist, repair it, and return its path in dist/.
+
+    Stops when the build fell back to pure Python, which is right for a user without a
+    compiler and wrong for a release.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        raw, repaired = Path(scratch, "raw"), Path(scratch, "repaired")
+        build(sdist, raw, "--wheel", "--python", python)
+        (wheel,) = raw.glob("*.whl")
+        if wheel.name.endswith("-none-any.whl"):
+            raise SystemExit(
+                f"{wheel.name} has no native extension: its build failed. To see why: "
+                f"uv build --wheel --python {python} {sdist}"
+            )
+        run("auditwheel", "repair", wheel, "--wheel-dir", repaired)
+        (result,) = repaired.glob("*.whl")
+        return Path(shutil.move(result, DIST / result.name))
+
+
+def main() -> int:
+    shutil.rmtree(DIST, ignore_errors=True)
+    for package in PACKAGES:
+        source = ROOT / "packages" / package
+        if package == NATIVE:
+            build(source, DIST, "--sdist")
+        else:
+            build(source, DIST)
+    sdist = DIST / f"{distribution_name(NATIVE)}-{read_version()}.tar.gz"
+    built = 0
+    for version, python in find_interpreters().items():
+        name = "Python {}.{}".format(*version)
+        if python is None:
+            print(f"{name}: MISSING on this machine, no {NATIVE} wheel for it")
+            continue
+        print(f"{name}: {build_native_wheel(sdist, python).name}", flush=True)
+        built += 1
+    print(*sorted(path.name for path in DIST.iterdir()), sep="\n")
+    return 0 if built else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

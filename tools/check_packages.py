@@ -1,0 +1,129 @@
+"""Install what build_packages.py made, each into a clean environment, and use it there.
+
+The codec's wheels on every Python, alone; its sdist where there is no compiler; the other
+packages with the codec beside them. Nothing of the checkout is on any path.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from build_packages import DIST, NATIVE, distribution_name
+from interpreters import find_interpreters
+from version import PACKAGES, ROOT, read_version
+
+CONSTRAINTS = f"--constraints={ROOT / 'constraints.txt'}"
+BUILD_CONSTRAINTS = f"--build-constraints={ROOT / 'constraints.txt'}"
+SMOKE = ROOT / "tools" / "smoke.py"
+
+# CMake looks into /usr/bin even when PATH does not name it. Switched off, the machine has no
+# compiler for all that a build can see.
+NO_COMPILER = {"CMAKE_ARGS": "-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF"}
+UNSET = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "VIRTUAL_ENV", "PYTHONPATH", "CMAKE_GENERATOR")
+
+
+class Environment:
+    """A virtual environment in its own temporary folder."""
+
+    def __init__(self, folder: Path, python: Path) -> None:
+        self.folder = folder
+        self.uv = _which_uv()
+        self.run(self.uv, "venv", "--quiet", "--python", str(python), str(folder / "venv"))
+        self.python = folder / "venv" / "bin" / "python"
+
+    def run(self, *command: str, env: dict[str, str] | None = None) -> str:
+        """Run a command inside the folder; when it fails, stop with its output."""
+        environment = {key: value for key, value in os.environ.items() if key not in UNSET}
+        result = subprocess.run(
+            command, cwd=self.folder, check=False, text=True, env={**environment, **(env or {})},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if result.returncode != 0:
+            raise SystemExit(f"{result.stdout}\n{' '.join(command)} failed")
+        return result.stdout
+
+    def install(self, *arguments: str, env: dict[str, str] | None = None) -> str:
+        pip = [self.uv, "pip", "install", "--python", str(self.python)]
+        return self.run(*pip, CONSTRAINTS, BUILD_CONSTRAINTS, *arguments, env=env)
+
+    def smoke(self, *arguments: str) -> None:
+        """Run tools/smoke.py isolated: no PYTHONPATH, no current folder, no user site."""
+        print(" ", self.run(str(self.python), "-I", str(SMOKE), *arguments).strip(), flush=True)
+
+
+def _which_uv() -> str:
+    # By its absolute path, since one of the checks empties PATH.
+    from shutil import which
+
+    found = which("uv")
+    if found is None:
+        raise SystemExit("uv is not on PATH")
+    return found
+
+
+def check_codec_wheel(wheel: Path, python: Path, folder: Path) -> None:
+    environment = Environment(folder, python)
+    environment.install(str(wheel))
+    environment.smoke("--backend=native", f"--version={read_version()}")
+
+
+def check_codec_without_compiler(python: Path, folder: Path) -> None:
+    """Install the sdist with an empty PATH: no compiler, no cmake, no ninja, no make."""
+    environment = Environment(folder, python)
+    empty = folder / "empty"
+    empty.mkdir()
+    sdist = DIST / f"{distribution_name(NATIVE)}-{read_version()}.tar.gz"
+    # Refresh: uv might hand out a wheel that it built from this sdist with a compiler.
+    without = {"PATH": str(empty), **NO_COMPILER}
+    environment.install(f"--refresh-package={NATIVE}", str(sdist), env=without)
+    environment.smoke("--backend=reference", f"--version={read_version()}")
+
+
+def check_others(codec: Path, python: Path, folder: Path) -> None:
+    """Install the other packages beside the codec and import them.
+
+    vllm and torch are not installed for that: whether vllm's requirements can be met is
+    answered by a dry run, which resolves and downloads nothing.
+    """
+    environment = Environment(folder, python)
+    for package in PACKAGES:
+        if package == NATIVE:
+            continue
+        name = distribution_name(package)
+        (wheel,) = DIST.glob(f"{name}-*.whl")
+        environment.install("--dry-run", str(codec), str(wheel))
+        environment.install("--no-deps", str(wheel))
+        code = (
+            f"import {name}; assert {name}.__version__ == {read_version()!r}; print({name!r}, 'ok')"
+        )
+        print(" ", environment.run(str(environment.python), "-I", "-c", code).strip(), flush=True)
+
+
+def main() -> int:
+    pythons = {version: path for version, path in find_interpreters().items() if path is not None}
+    codec_wheels: dict[tuple[int, int], Path] = {}
+    for version in pythons:
+        tag = "cp{}{}".format(*version)
+        (codec_wheels[version],) = DIST.glob(f"{distribution_name(NATIVE)}-*-{tag}-{tag}-*.whl")
+    with tempfile.TemporaryDirectory() as scratch:
+        for version, python in pythons.items():
+            print(f"{codec_wheels[version].name}, alone")
+            check_codec_wheel(codec_wheels[version], python, _folder(scratch, *version))
+        version, python = next(iter(pythons.items()))
+        print("the codec's sdist, without a compiler")
+        check_codec_without_compiler(python, _folder(scratch, "pure"))
+        print("the other packages")
+        check_others(codec_wheels[version], python, _folder(scratch, "others"))
+    return 0
+
+
+def _folder(scratch: str, *parts: object) -> Path:
+    folder = Path(scratch, "-".join(map(str, parts)))
+    folder.mkdir()
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())
