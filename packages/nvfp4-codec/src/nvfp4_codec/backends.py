@@ -65,7 +65,9 @@ def select(
         return _load(name)
     if requested is not None:
         raise BackendError(f"backend {name!r} cannot run {operation} here: {reason}")
-    _warn_once(f"{operation} runs on the slow reference backend: {name} cannot ({reason})")
+    # A backend that is absent altogether is reported once, not once for each operation.
+    what = "everything" if isinstance(_load(name), str) else operation
+    _warn_once(f"{what} runs on the slow reference backend: {name} cannot ({reason})")
     return _load("reference")
 
 

@@ -28,6 +28,10 @@ class ZeroAmaxError(CodecError, ValueError):
     """The input is all zero, so no global scale follows from it."""
 
 
+class ScaleError(CodecError, ValueError):
+    """A global scale that is zero, negative, infinite or NaN."""
+
+
 class LosslessError(CodecError, ValueError):
     """A conversion that promised to be exact cannot be."""
 

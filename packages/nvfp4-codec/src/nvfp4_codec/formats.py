@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ E4M3 = ElementFormat("E4M3", 4, 3, bias=7, max_code=0x7E, nan_code=0x7F)
 
 E2M1_MAX = E2M1.max_value  # 6
 E4M3_MAX = E4M3.max_value  # 448
+E4M3_MIN_NORMAL = 2.0**-6
 E4M3_MIN_SUBNORMAL = 2.0**-9
 
 
@@ -120,6 +121,8 @@ def encode_e4m3(
     Magnitudes that round above 448 become 448, or NaN with ``overflow="nan"``. NaN keeps
     its sign: 0x7F or 0xFF.
     """
+    if overflow not in ("saturate", "nan"):
+        raise ValueError(f"overflow is {overflow!r}, expected 'saturate' or 'nan'")
     magnitude, negative = _encode_magnitude(x, E4M3, rounding)
     too_large = E4M3.max_code if overflow == "saturate" else 0x7F
     magnitude = torch.where(magnitude > E4M3.max_code, too_large, magnitude)
@@ -154,7 +157,7 @@ def _encode_magnitude(x: Tensor, fmt: ElementFormat, rounding: Rounding) -> tupl
     elif rounding == "toward_zero":
         up = torch.zeros_like(negative)
     else:
-        raise ValueError(f"rounding is {rounding!r}, expected one of {Rounding}")
+        raise ValueError(f"rounding is {rounding!r}, expected one of: {_names(Rounding)}")
     # A normal significand carries its implicit bit, which is exactly one exponent step.
     return ((target - smallest) << fmt.mantissa_bits) + kept + up.int(), negative
 
@@ -203,10 +206,14 @@ def fp32_to_e8m0(x: Tensor, mode: E8M0Mode = "exact") -> Tensor:
         # Subnormals: the tie between 2^-127 and 2^-126 is at 1.5 * 2^-127.
         up = torch.where(exponent == 0, mantissa >= 0x600000, mantissa >= 0x400000)
     else:
-        raise ValueError(f"mode is {mode!r}, expected one of {E8M0Mode}")
+        raise ValueError(f"mode is {mode!r}, expected one of: {_names(E8M0Mode)}")
     byte = (exponent + up.int()).clamp(max=254)
     byte = torch.where(bits <= 0, 0, byte)  # zero, and every negative number
     return torch.where(x.isnan() | (x == float("inf")), 255, byte).to(torch.uint8)
+
+
+def _names(choices: object) -> str:
+    return ", ".join(get_args(choices))
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from . import backends
 from .backends import BackendName
-from .errors import DtypeError, LayoutError, NonFiniteError, ShapeError, ZeroAmaxError
-from .formats import as_bytes, e8m0_to_fp32
-from .scales import BLOCK_SIZE, get_profile
-from .tensors import FP8BlockTensor, GlobalScale, MXFP4Tensor, NVFP4Tensor, global_scale_value
+from .errors import (
+    CodecError,
+    DtypeError,
+    LayoutError,
+    NonFiniteError,
+    ScaleError,
+    ShapeError,
+    ZeroAmaxError,
+)
+from .formats import E4M3_MAX, as_bytes, e8m0_to_fp32
+from .scales import BLOCK_SIZE, MXScaleMode, Profile, get_profile
+from .tensors import (
+    Divisor,
+    FP8BlockTensor,
+    GlobalScale,
+    MXFP4Tensor,
+    NVFP4Tensor,
+    dtype_of,
+    global_scale_value,
+)
 
 NonFinitePolicy = Literal["error", "saturate"]
 ZeroAmaxPolicy = Literal["error", "one"]
-MXScaleMode = Literal["floor", "ceil", "rceil", "even"]
+ScaleFormat = Literal["fp32", "ue8m0"]
 
 MX_BLOCK_SIZE = 32
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,8 +56,9 @@ def quantize_nvfp4(
     weight_scale_2: the global scale to use (float32 tensor of one element, or a Divisor);
         None derives it from x's amax as the profile does.
     profile: whose arithmetic to follow byte for byte; see ``scales.PROFILES``.
-    zero_amax: an x without a usable amax (all zero, or so small that the global scale
-        underflows) raises ZeroAmaxError, or gets a global scale of one.
+    zero_amax: without a weight_scale_2, an x that is all zero, or so small that its global
+        scale underflows, raises ZeroAmaxError, or gets a global scale of one. A block of
+        zeros is always legal.
     nonfinite: NaN and Inf raise NonFiniteError, or ("saturate") are left out of every
         amax; Inf then becomes +-6 in its block and NaN becomes 0.
     pad: append zeros to a K that is no multiple of 16 (otherwise ShapeError); the result
@@ -49,28 +67,26 @@ def quantize_nvfp4(
     backend: "native" (CPU), "triton" (CUDA), "reference"; None takes the fastest.
     """
     rules = get_profile(profile)
+    _check_choice("zero_amax", zero_amax, ZeroAmaxPolicy)
     x, logical_k = _blocked_input(x, BLOCK_SIZE, pad)
     kernels = backends.select("quantize_nvfp4", x.device, backend, profile=profile)
-    rows = x.view(-1, x.shape[-1])
+    rows = _rows(x)
     amax, num_nonfinite = kernels.amax(rows)
     _check_finite(num_nonfinite, x, nonfinite)
     if weight_scale_2 is None:
-        weight_scale_2 = rules.global_scale(torch.tensor(amax, dtype=x.dtype))
-    value, divides = global_scale_value(weight_scale_2)
-    typed = rules.typed_scale(torch.tensor(value))
-    if divides != (not isinstance(typed, Tensor)):
-        raise DtypeError(
-            f"profile {profile!r} works with a {type(typed).__name__}, weight_scale_2 is a "
-            f"{type(weight_scale_2).__name__}; convert it with Divisor.from_multiplier or "
-            "Divisor.to_multiplier"
-        )
-    if not 0.0 < value < float("inf"):
-        if zero_amax == "error":
-            raise ZeroAmaxError(
-                f"amax {amax:g} gives the global scale {value:g}, expected a positive finite "
-                "number; skip this tensor, or pass zero_amax='one' to store it with scale one"
-            )
-        value = 1.0
+        typed_amax = torch.tensor(amax, dtype=x.dtype)
+        value, _ = global_scale_value(rules.global_scale(typed_amax))
+        if amax == 0.0 or not 0.0 < value < float("inf"):
+            if zero_amax == "error":
+                raise ZeroAmaxError(
+                    f"x has the amax {amax:g}, too small for a global scale; skip this "
+                    "tensor, or pass zero_amax='one' to store it with scale one"
+                )
+            value = 1.0
+        else:
+            rules = rules.for_amax(typed_amax)
+    else:
+        value = _given_scale(weight_scale_2, rules)
     weight, scale = _outputs(
         out,
         ("weight", (*x.shape[:-1], x.shape[-1] // 2), torch.uint8),
@@ -82,8 +98,8 @@ def quantize_nvfp4(
         value,
         rules,
         num_nonfinite > 0,
-        weight.view(rows.shape[0], -1),
-        as_bytes(scale).view(rows.shape[0], -1),
+        _rows(weight),
+        _rows(as_bytes(scale)),
     )
     value_tensor = torch.tensor(value, dtype=torch.float32, device=x.device)
     return NVFP4Tensor(weight, scale, rules.typed_scale(value_tensor), logical_k)
@@ -110,17 +126,11 @@ def dequantize_nvfp4(
     scale = _linear_scale(
         weight_scale, (torch.float8_e4m3fn,), (*weight.shape[:-1], k // BLOCK_SIZE), k % BLOCK_SIZE
     )
+    _check_device("weight_scale", scale, weight)
     value, divides = global_scale_value(weight_scale_2)
     kernels = backends.select("dequantize_nvfp4", weight.device, backend)
     out = _float_output(out, (*weight.shape[:-1], k), dtype, weight, scale)
-    rows = (-1, weight.shape[-1])
-    kernels.dequantize_nvfp4(
-        weight.view(rows),
-        scale.view(-1, scale.shape[-1]),
-        value,
-        divides,
-        out.view(-1, k),
-    )
+    kernels.dequantize_nvfp4(_rows(weight), _rows(scale), value, divides, _rows(out))
     return out
 
 
@@ -141,9 +151,10 @@ def quantize_mxfp4(
         "even": floor after rounding amax to E2M1's precision.
     nonfinite, out, backend: as in quantize_nvfp4.
     """
+    _check_choice("scale_mode", scale_mode, MXScaleMode)
     x, _ = _blocked_input(x, MX_BLOCK_SIZE, pad=False)
     kernels = backends.select("quantize_mxfp4", x.device, backend)
-    rows = x.view(-1, x.shape[-1])
+    rows = _rows(x)
     _, num_nonfinite = kernels.amax(rows)
     _check_finite(num_nonfinite, x, nonfinite)
     weight, scale = _outputs(
@@ -156,8 +167,8 @@ def quantize_mxfp4(
         rows,
         scale_mode,
         num_nonfinite > 0,
-        weight.view(rows.shape[0], -1),
-        as_bytes(scale).view(rows.shape[0], -1),
+        _rows(weight),
+        _rows(as_bytes(scale)),
     )
     return MXFP4Tensor(weight, scale)
 
@@ -183,11 +194,10 @@ def dequantize_mxfp4(
         (*weight.shape[:-1], k // MX_BLOCK_SIZE),
         k % MX_BLOCK_SIZE,
     )
+    _check_device("weight_scale", scale, weight)
     kernels = backends.select("dequantize_mxfp4", weight.device, backend)
     out = _float_output(out, (*weight.shape[:-1], k), dtype, weight, scale)
-    kernels.dequantize_mxfp4(
-        weight.view(-1, weight.shape[-1]), scale.view(-1, scale.shape[-1]), out.view(-1, k)
-    )
+    kernels.dequantize_mxfp4(_rows(weight), _rows(scale), _rows(out))
     return out
 
 
@@ -195,7 +205,7 @@ def quantize_fp8_block(
     x: Tensor,
     *,
     block: tuple[int, int] = (128, 128),
-    scale_fmt: Literal["fp32", "ue8m0"] = "fp32",
+    scale_fmt: ScaleFormat = "fp32",
     nonfinite: NonFinitePolicy = "error",
     out: tuple[Tensor, Tensor] | None = None,
     backend: BackendName | None = None,
@@ -203,16 +213,15 @@ def quantize_fp8_block(
     """Quantize a matrix to E4M3 with one scale per block.
 
     x: bfloat16, float16 or float32 ``[N, K]``; edge blocks may be ragged.
-    scale_fmt: "fp32" stores amax / 448; "ue8m0" the smallest power of two >= amax / 448, as
-        float8_e8m0fnu. A block of zeros has scale one.
+    scale_fmt: "fp32" stores float32(amax / 448); "ue8m0" the smallest power of two not below
+        that, as float8_e8m0fnu. A block of zeros has scale one.
     nonfinite, out, backend: as in quantize_nvfp4.
     """
     _check_block(block)
+    _check_choice("scale_fmt", scale_fmt, ScaleFormat)
     x, _ = _blocked_input(x, 1, pad=False)
     if x.ndim != 2:
         raise ShapeError(f"x has shape {tuple(x.shape)}, expected a matrix [N, K]")
-    if scale_fmt not in ("fp32", "ue8m0"):
-        raise DtypeError(f"scale_fmt is {scale_fmt!r}, expected 'fp32' or 'ue8m0'")
     kernels = backends.select("quantize_fp8_block", x.device, backend)
     _, num_nonfinite = kernels.amax(x)
     _check_finite(num_nonfinite, x, nonfinite)
@@ -246,20 +255,20 @@ def dequantize_fp8_block(
     ``scale``: both multiply). Returns ``[N, K]``.
     """
     _check_block(block)
-    if weight.dtype != torch.float8_e4m3fn:
-        raise DtypeError(f"weight is {weight.dtype}, expected torch.float8_e4m3fn")
+    if dtype_of(weight) != torch.float8_e4m3fn:
+        raise DtypeError(f"weight is {dtype_of(weight)}, expected torch.float8_e4m3fn")
     if weight.ndim != 2:
         raise ShapeError(f"weight has shape {tuple(weight.shape)}, expected a matrix [N, K]")
-    weight = weight.contiguous()
-    if weight_scale.dtype == torch.float8_e8m0fnu:
-        scale = e8m0_to_fp32(weight_scale)
-    elif weight_scale.dtype == torch.float32:
-        scale = weight_scale.contiguous()
-    else:
+    weight = weight.detach().contiguous()
+    if dtype_of(weight_scale) not in (torch.float8_e8m0fnu, torch.float32):
         raise DtypeError(
-            f"weight_scale is {weight_scale.dtype}, expected torch.float32 or "
+            f"weight_scale is {dtype_of(weight_scale)}, expected torch.float32 or "
             "torch.float8_e8m0fnu (view raw E8M0 bytes as float8_e8m0fnu)"
         )
+    _check_device("weight_scale", weight_scale, weight)
+    scale = weight_scale.detach().contiguous()
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = e8m0_to_fp32(scale)
     expected = _num_blocks(weight.shape, block)
     if tuple(scale.shape) != expected:
         raise ShapeError(
@@ -272,30 +281,52 @@ def dequantize_fp8_block(
     return out
 
 
+def _given_scale(weight_scale_2: GlobalScale, rules: Profile) -> float:
+    """The value of a caller's global scale, after checking its direction and its range."""
+    value, divides = global_scale_value(weight_scale_2)
+    expected = rules.typed_scale(torch.ones(()))
+    if divides != isinstance(expected, Divisor):
+        raise DtypeError(
+            f"profile {rules.name!r} works with a {type(expected).__name__}, weight_scale_2 is "
+            f"a {type(weight_scale_2).__name__}; convert it with Divisor.from_multiplier or "
+            "Divisor.to_multiplier"
+        )
+    largest = E4M3_MAX / value if divides and value else E4M3_MAX * value
+    if not (0.0 < value < float("inf") and largest <= torch.finfo(torch.float32).max):
+        raise ScaleError(
+            f"weight_scale_2 is {value:g}, expected a positive finite number by which a block "
+            "scale of 448 decodes to a finite one"
+        )
+    return value
+
+
 def _blocked_input(x: Tensor, block_size: int, pad: bool) -> tuple[Tensor, int | None]:
     """Check dtype and K; return x contiguous (padded if asked) and the logical K if padded."""
-    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+    if dtype_of(x) not in _FLOATS:
         raise DtypeError(
-            f"x is {found}, expected bfloat16, float16 or float32"
+            f"x is {dtype_of(x)}, expected bfloat16, float16 or float32"
             " (dequantize a packed or FP8 tensor first)"
         )
     if x.ndim == 0:
         raise ShapeError("x is a scalar, expected at least one dimension")
     ragged = x.shape[-1] % block_size
     if not ragged:
-        return x.contiguous(), None
+        return x.detach().contiguous(), None
     if not pad:
         raise ShapeError(
             f"x has shape {tuple(x.shape)}: its last dimension is no multiple of "
             f"{block_size}; pass pad=True, or quantize along another dimension"
         )
-    return torch.nn.functional.pad(x, (0, block_size - ragged)), x.shape[-1]
+    return torch.nn.functional.pad(x.detach(), (0, block_size - ragged)), x.shape[-1]
+
+
+def _check_choice(name: str, value: str, choices: object) -> None:
+    if value not in get_args(choices):
+        raise CodecError(f"{name} is {value!r}, expected one of: {', '.join(get_args(choices))}")
 
 
 def _check_finite(num_nonfinite: int, x: Tensor, policy: NonFinitePolicy) -> None:
-    if policy not in ("error", "saturate"):
-        raise DtypeError(f"nonfinite is {policy!r}, expected 'error' or 'saturate'")
+    _check_choice("nonfinite", policy, NonFinitePolicy)
     if num_nonfinite and policy == "error":
         raise NonFiniteError(
             f"x has {num_nonfinite} NaN or Inf of {x.numel()} values; repair the tensor, or "
@@ -304,15 +335,16 @@ def _check_finite(num_nonfinite: int, x: Tensor, policy: NonFinitePolicy) -> Non
 
 
 def _packed_weight(weight: Tensor) -> Tensor:
-    if weight.dtype not in (torch.uint8, torch.int8) and "float4" not in str(weight.dtype):
-        raise DtypeError(f"weight is {weight.dtype}, expected packed E2M1 as uint8 or int8")
+    dtype = dtype_of(weight)
+    if dtype not in (torch.uint8, torch.int8) and "float4" not in str(dtype):
+        raise DtypeError(f"weight is {dtype}, expected packed E2M1 as uint8 or int8")
     if weight.ndim == 0:
         raise ShapeError("weight is a scalar, expected packed E2M1 [..., K/2]")
-    return as_bytes(weight.contiguous())
+    return as_bytes(weight.detach().contiguous())
 
 
 def _linear_scale(
-    scale: Tensor, dtypes: tuple[torch.dtype, ...], expected: tuple[int, ...], ragged: int
+    scale: object, dtypes: tuple[torch.dtype, ...], expected: tuple[int, ...], ragged: int
 ) -> Tensor:
     """Check a linear block-scale tensor; return its bytes, contiguous."""
     if not isinstance(scale, Tensor):
@@ -332,7 +364,19 @@ def _linear_scale(
             + (" (K is no multiple of the block)" if ragged else "")
             + "; a 1-D or padded scale is swizzled: unswizzle it first"
         )
-    return as_bytes(scale.contiguous())
+    return as_bytes(scale.detach().contiguous())
+
+
+def _check_device(name: str, tensor: Tensor, reference: Tensor) -> None:
+    if tensor.device != reference.device:
+        raise ShapeError(
+            f"{name} is on {tensor.device}, expected {reference.device}; move one of them"
+        )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """View ``[..., K]`` as a matrix ``[rows, K]`` (K may be 0)."""
+    return x.view(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check_block(block: tuple[int, int]) -> None:
@@ -357,7 +401,7 @@ def _outputs(
     if len(out) != 2:
         raise ShapeError(f"out has {len(out)} tensors, expected ({first[0]}, {second[0]})")
     for tensor, spec in zip(out, specs, strict=True):
-        _check_output(f"out {spec[0]}", tensor, spec[1], spec[2], x.device)
+        _check_output(f"out {spec[0]}", tensor, spec[1], spec[2], x)
     _refuse_overlap("out weight", out[0], x, out[1])
     _refuse_overlap("out weight_scale", out[1], x)
     return out
@@ -370,22 +414,21 @@ def _float_output(
         raise DtypeError(f"dtype is {dtype}, expected bfloat16, float16 or float32")
     if out is None:
         return torch.empty(shape, dtype=dtype, device=inputs[0].device)
-    _check_output("out", out, shape, dtype, inputs[0].device)
+    _check_output("out", out, shape, dtype, inputs[0])
     _refuse_overlap("out", out, *inputs)
     return out
 
 
 def _check_output(
-    name: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    name: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: Tensor
 ) -> None:
-    if out.dtype != dtype:
-        raise DtypeError(f"{name} is {out.dtype}, expected {dtype}")
+    if dtype_of(out) != dtype:
+        raise DtypeError(f"{name} is {dtype_of(out)}, expected {dtype}")
     if tuple(out.shape) != shape:
         raise ShapeError(f"{name} has shape {tuple(out.shape)}, expected {shape}")
     if not out.is_contiguous():
         raise ShapeError(f"{name} is not contiguous (strides {out.stride()}); pass a dense one")
-    if out.device != device:
-        raise ShapeError(f"{name} is on {out.device}, the input on {device}")
+    _check_device(name, out, source)
 
 
 def _refuse_overlap(name: str, out: Tensor, *others: Tensor) -> None:

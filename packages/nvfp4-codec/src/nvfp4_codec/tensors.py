@@ -45,20 +45,26 @@ def global_scale_value(scale: GlobalScale, name: str = "weight_scale_2") -> tupl
     Raises DtypeError for a bare Python number: its direction would have to be guessed.
     """
     if isinstance(scale, Divisor):
-        return float(scale.value), True
+        return float(scale.value.detach()), True
     if not isinstance(scale, Tensor):
         raise DtypeError(
             f"{name} is a {type(scale).__name__}, expected a float32 tensor of one element "
             "(a multiplier) or Divisor(tensor); a bare number does not say its direction"
         )
     _check_scalar(name, scale)
-    return float(scale), False
+    return float(scale.detach()), False
+
+
+def dtype_of(value: object) -> object:
+    """A tensor's dtype, or the name of what was given instead of a tensor."""
+    return value.dtype if isinstance(value, Tensor) else type(value).__name__
 
 
 def _check_scalar(name: str, value: Tensor) -> None:
-    if not isinstance(value, Tensor) or value.dtype != torch.float32:
-        found = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise DtypeError(f"{name} is {found}, expected a torch.float32 tensor of one element")
+    if dtype_of(value) != torch.float32:
+        raise DtypeError(
+            f"{name} is {dtype_of(value)}, expected a torch.float32 tensor of one element"
+        )
     if value.numel() != 1:
         raise ShapeError(
             f"{name} has shape {tuple(value.shape)}, expected one element: "
