@@ -1,0 +1,123 @@
+"""NVFP4 to block-scaled FP8, with the error that the second rounding adds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..backends import BackendName
+from ..errors import ShapeError
+from ..ops import (
+    _check_block,
+    _num_blocks,
+    dequantize_fp8_block,
+    dequantize_nvfp4,
+    quantize_fp8_block,
+)
+from ..tensors import FP8BlockTensor, GlobalScale
+
+_CHUNK_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class RequantizationReport:
+    """How far the FP8 values are from the NVFP4 values they replace.
+
+    max_relative_error counts non-zero values; sqnr_db is the ratio of signal to error power
+    in decibels (inf if every value is exact).
+    """
+
+    num_values: int
+    inexact_values: int
+    max_abs_error: float
+    max_relative_error: float
+    sqnr_db: float
+
+
+def nvfp4_to_fp8_block(
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: GlobalScale,
+    *,
+    block: tuple[int, int] = (128, 128),
+    scale_fmt: Literal["fp32", "ue8m0"] = "fp32",
+    backend: BackendName | None = None,
+) -> tuple[FP8BlockTensor, RequantizationReport]:
+    """Dequantize NVFP4 to float32 and quantize it to E4M3 with a scale per block.
+
+    weight: uint8 ``[N, K/2]``; weight_scale: float8_e4m3fn ``[N, K/16]``; weight_scale_2 as
+        for dequantize_nvfp4.
+    scale_fmt: "fp32" scales are the block's amax / 448; "ue8m0" scales are the smallest power
+        of two not below that (float8_e8m0fnu), never a truncated exponent.
+    At most a few block rows are held in float32 at once. Raises ShapeError unless weight is
+    a matrix, NonFiniteError for a NaN scale.
+    """
+    if weight.ndim != 2:
+        raise ShapeError(
+            f"weight has shape {tuple(weight.shape)}, expected a matrix [N, K/2]; convert the "
+            "matrices of a stack one by one"
+        )
+    rows, k = weight.shape[0], 2 * weight.shape[1]
+    if tuple(weight_scale.shape[:-1]) != (rows,):
+        raise ShapeError(
+            f"weight_scale has shape {tuple(weight_scale.shape)}, expected [{rows}, "
+            f"{k // 16}]; a 1-D or padded scale is swizzled: unswizzle it first"
+        )
+    _check_block(block)
+    result = FP8BlockTensor(
+        weight.new_empty((rows, k), dtype=torch.float8_e4m3fn),
+        weight.new_empty(
+            _num_blocks(torch.Size((rows, k)), block),
+            dtype=torch.float32 if scale_fmt == "fp32" else torch.float8_e8m0fnu,
+        ),
+        block,
+    )
+    block_rows = max(1, _CHUNK_ELEMENTS // max(1, block[0] * k))
+    error = _ErrorSum()
+    for first in range(0, result.weight_scale.shape[0], block_rows):
+        chunk = slice(first * block[0], (first + block_rows) * block[0])
+        values = dequantize_nvfp4(
+            weight[chunk], weight_scale[chunk], weight_scale_2, dtype=torch.float32, backend=backend
+        )
+        part = quantize_fp8_block(
+            values,
+            block=block,
+            scale_fmt=scale_fmt,
+            out=(result.weight[chunk], result.weight_scale[first : first + block_rows]),
+            backend=backend,
+        )
+        found = dequantize_fp8_block(*part, block=block, dtype=torch.float32, backend=backend)
+        error.add(values, found)
+    return result, error.report()
+
+
+class _ErrorSum:
+    """Accumulates the report over chunks."""
+
+    def __init__(self) -> None:
+        self.num_values = self.inexact = 0
+        self.max_abs = self.max_relative = self.signal = self.noise = 0.0
+
+    def add(self, expected: Tensor, found: Tensor) -> None:
+        if not expected.numel():
+            return
+        error = (found - expected).abs_()
+        magnitude = expected.abs()
+        self.num_values += expected.numel()
+        self.inexact += int((error != 0).sum())
+        self.max_abs = max(self.max_abs, float(error.max()))
+        relative = torch.where(magnitude > 0, error / magnitude, 0.0)
+        self.max_relative = max(self.max_relative, float(relative.max()))
+        # In float64: the square of a small weight is no float32.
+        self.signal += float(magnitude.double().square_().sum())
+        self.noise += float(error.double().square_().sum())
+
+    def report(self) -> RequantizationReport:
+        sqnr = 10 * math.log10(self.signal / self.noise) if self.inexact else math.inf
+        return RequantizationReport(
+            self.num_values, self.inexact, self.max_abs, self.max_relative, sqnr
+        )
