@@ -1,0 +1,297 @@
+"""Run a planned rewrite of a checkpoint, so that it can be killed and continued.
+
+A job knows every output name, dtype and shape before it starts. It writes a small plan
+file first; each shard then appears under its name only when whole (see ``writer``); the
+plan file goes last. Continuing compares the plan with the one on disk, so an interrupted
+run is never completed with other arguments, another input or another version. What is on
+disk under a final name is checked (size and header) and kept; everything else is redone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import CheckpointError
+from .header import TensorSpec, build_header, shown
+from .reader import INDEX_NAME, Checkpoint
+from .writer import (
+    Advance,
+    Fault,
+    ShardWriter,
+    no_advance,
+    no_fault,
+    sync_folder,
+    temp_path,
+    write_error,
+    write_small,
+)
+
+PLAN_NAME: Final = ".nvfp4-progress.json"
+
+Step = Callable[[ShardWriter], None]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file: what it holds and the steps that fill it, in order."""
+
+    file: str
+    specs: tuple[TensorSpec, ...]
+    steps: tuple[Step, ...]
+    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+
+
+@dataclass(frozen=True)
+class Job:
+    """A rewrite. ``arguments`` are what the output bytes depend on besides the input."""
+
+    command: str
+    arguments: Mapping[str, Any]
+    source: Checkpoint
+    shards: tuple[Shard, ...]
+    documents: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Files written by this run, files kept from an earlier one, and bytes in total."""
+
+    written: tuple[str, ...]
+    kept: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a job writes: the shards under their final names, relative to ``folder``."""
+
+    folder: Path
+    plan: Path
+    shards: tuple[Shard, ...]
+    documents: Mapping[str, bytes]
+
+
+def run(
+    job: Job,
+    output: Path,
+    *,
+    resume: bool = False,
+    fault: Fault = no_fault,
+    advance: Advance = no_advance,
+) -> Outcome:
+    """Writes the job's checkpoint to ``output``: a folder, or one file ending in .safetensors.
+
+    Raises CheckpointError if the output exists (unless ``resume``), lies in the input, or
+    belongs to another run; if the disk is full; if the input cannot be read.
+    """
+    target = _target(job, output)
+    plan = _plan(job, target)
+    if _claim(target, output, plan, resume, fault):
+        return Outcome((), tuple(shard.file for shard in target.shards), 0)
+    lock = os.open(target.plan, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(
+                "another process is writing this output; wait for it.", file=str(output)
+            ) from None
+        outcome = _write(target, fault, advance)
+        fault("remove plan")
+        target.plan.unlink()
+        sync_folder(target.folder)
+        return outcome
+    finally:
+        os.close(lock)
+
+
+def _write(target: _Target, fault: Fault, advance: Advance) -> Outcome:
+    written: list[str] = []
+    kept: list[str] = []
+    nbytes = 0
+    for shard in target.shards:
+        path = target.folder / shard.file
+        with suppress(FileNotFoundError):
+            temp_path(path).unlink()
+        size = _size(shard)
+        nbytes += size
+        if path.exists():
+            _check_finished(shard, path)
+            kept.append(shard.file)
+            advance(sum(spec.nbytes for spec in shard.specs))
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with ShardWriter(path, shard.specs, shard.metadata, fault=fault, advance=advance) as writer:
+            for step in shard.steps:
+                step(writer)
+            writer.commit()
+        written.append(shard.file)
+    for name, data in target.documents.items():
+        path = target.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            temp_path(path).unlink()
+        write_small(path, data, fault)
+    return Outcome(tuple(written), tuple(kept), nbytes)
+
+
+def _target(job: Job, output: Path) -> _Target:
+    """Where things go; refuses an output that could touch the input."""
+    source = job.source
+    if output.suffix == ".safetensors":
+        if len(job.shards) != 1:
+            raise CheckpointError(
+                f"is one file, the checkpoint has {len(job.shards)}; give a folder as output.",
+                file=shown(str(output)),
+            )
+        plan = output.with_name(f".{output.name}{PLAN_NAME}")
+        target = _Target(output.parent, plan, (replace(job.shards[0], file=output.name),), {})
+    else:
+        documents = dict(job.documents)
+        if len(job.shards) > 1 or source.index is not None:
+            documents[INDEX_NAME] = _index(job)
+        target = _Target(output, output / PLAN_NAME, job.shards, documents)
+    real, home = output.resolve(), source.root.resolve()
+    inside = real.is_relative_to(home) if source.is_folder else real == home
+    inputs = {path.resolve() for path in source.paths.values()}
+    finals = {(target.folder / shard.file).resolve() for shard in target.shards}
+    if inside or finals & inputs:
+        raise CheckpointError(
+            f"is in the input {shown(str(source.root))}, or is the input itself; the input is "
+            "never touched. Choose an output elsewhere.",
+            file=shown(str(output)),
+        )
+    return target
+
+
+def _index(job: Job) -> bytes:
+    files = {spec.name: shard.file for shard in job.shards for spec in shard.specs}
+    total = sum(spec.nbytes for shard in job.shards for spec in shard.specs)
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    return json_bytes(document)
+
+
+def json_bytes(document: object) -> bytes:
+    """JSON as written into a checkpoint folder: indented, UTF-8, newline at the end."""
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _plan(job: Job, target: _Target) -> dict[str, Any]:
+    """What must be equal for two runs to give the same bytes."""
+    source = {}
+    for file, header in job.source.headers.items():
+        fd = job.source.fd(file)
+        stat = os.fstat(fd)
+        head = os.pread(fd, header.data_offset, 0)
+        source[file] = {
+            "bytes": stat.st_size,
+            "modified_ns": stat.st_mtime_ns,
+            "header_sha256": hashlib.sha256(head).hexdigest(),
+        }
+    outputs = {}
+    for shard in target.shards:
+        head, _ = build_header(shard.specs, shard.metadata)
+        outputs[shard.file] = hashlib.sha256(head).hexdigest()
+    documents = {n: hashlib.sha256(d).hexdigest() for n, d in target.documents.items()}
+    try:
+        release = version("nvfp4-codec")
+    except PackageNotFoundError:
+        release = "unknown"
+    return {
+        "nvfp4_codec": release,
+        "command": job.command,
+        "arguments": json.loads(json.dumps(dict(job.arguments), sort_keys=True)),
+        "input": source,
+        "output_headers": outputs,
+        "documents": documents,
+    }
+
+
+def _claim(target: _Target, output: Path, plan: dict[str, Any], resume: bool, fault: Fault) -> bool:
+    """Makes the output ours by writing the plan; True if there is nothing left to do."""
+    shown_output = shown(str(output))
+    if not target.plan.exists():
+        finals = [target.folder / shard.file for shard in target.shards]
+        if target.plan.name == PLAN_NAME:
+            leftover = temp_path(target.plan).name
+            occupied = output.exists() and (
+                not output.is_dir() or any(item.name != leftover for item in output.iterdir())
+            )
+        else:
+            occupied = output.exists()
+        if occupied and not resume:
+            raise CheckpointError(
+                "exists already and is not overwritten. Choose another output, remove it, or "
+                "pass --resume if it is an interrupted run.",
+                file=shown_output,
+            )
+        if occupied:
+            if not all(path.is_file() for path in finals):
+                raise CheckpointError(
+                    f"holds no {target.plan.name}, so it is not an interrupted run of this "
+                    "command; nothing was changed. Choose another output.",
+                    file=shown_output,
+                )
+            for shard, path in zip(target.shards, finals, strict=True):
+                _check_finished(shard, path)
+            for name, data in target.documents.items():
+                path = target.folder / name
+                if not path.is_file() or path.read_bytes() != data:
+                    raise CheckpointError(
+                        "the run was complete, but this file is not what it wrote; nothing was "
+                        "changed. Choose another output.",
+                        file=shown(str(path)),
+                    )
+            return True
+        try:
+            target.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_error(error, output, 0) from None
+        write_small(target.plan, json_bytes(plan), fault)
+        return False
+    if not resume:
+        raise CheckpointError(
+            "is an interrupted run. Pass --resume to continue it, or remove it.", file=shown_output
+        )
+    try:
+        earlier: Any = json.loads(target.plan.read_bytes())
+    except (ValueError, OSError):
+        earlier = None
+    if earlier != plan:
+        known = isinstance(earlier, dict)
+        differing = [key for key in plan if not known or earlier.get(key) != plan[key]]
+        raise CheckpointError(
+            f"the interrupted run differs in: {', '.join(differing) or 'unknown fields'}. Repeat "
+            "its arguments on its unchanged input, or remove the output and start anew.",
+            file=shown(target.plan.name),
+        )
+    with suppress(FileNotFoundError):
+        temp_path(target.plan).unlink()
+    return False
+
+
+def _size(shard: Shard) -> int:
+    head, ranges = build_header(shard.specs, shard.metadata)
+    return max([len(head), *(end for _, end in ranges.values())])
+
+
+def _check_finished(shard: Shard, path: Path) -> None:
+    """A file under its final name must be what this job writes there."""
+    head, _ = build_header(shard.specs, shard.metadata)
+    with path.open("rb") as file:
+        same = file.read(len(head)) == head and os.fstat(file.fileno()).st_size == _size(shard)
+    if not same:
+        raise CheckpointError(
+            "has another size or header than this run writes; it was changed since. Remove the "
+            "output and start anew.",
+            file=shown(str(path)),
+        )

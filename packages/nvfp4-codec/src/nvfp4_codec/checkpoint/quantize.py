@@ -1,0 +1,262 @@
+"""Quantize the linear weights of a float checkpoint to NVFP4, tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, CodecError
+from ..ops import NonFinitePolicy, ZeroAmaxPolicy, dequantize_nvfp4, quantize_nvfp4
+from ..scales import BLOCK_SIZE, get_profile
+from ..tensors import Divisor
+from .families import FLOATS, Family, find_families, fused_group, fused_groups
+from .header import TensorSpec, shown
+from .job import Job, Outcome, run
+from .measure import amax, sqnr_db
+from .reader import Checkpoint
+from .rewrite import Rewrite, documents, modelopt_config
+from .structure import located
+from .values import load_values
+from .writer import Advance, Fault, ShardWriter, no_advance, no_fault
+
+#: Weights that stay as they are by default, with the reason shown in the table.
+_KEPT_NAMES: Final = (
+    (re.compile(r"embed|(^|\.)wte|(^|\.)wpe"), "embedding: rows are looked up, not multiplied"),
+    (re.compile(r"norm", re.IGNORECASE), "norm"),
+    (
+        re.compile(r"(^|\.)(lm_head|head|output_projection|classifier|score)(\.|$)"),
+        "output head: its error goes straight into the logits",
+    ),
+    (re.compile(r"(^|\.)(router|gate)(\.|$)"), "router: its error changes which expert runs"),
+)
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What to quantize and how. Globs match the tensor's name (``*`` crosses dots).
+
+    include: quantize exactly what matches, names kept by default among them.
+    exclude: keep what matches. profile: see ``scales.PROFILES``.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    profile: str = "modelopt"
+    zero_amax: ZeroAmaxPolicy = "error"
+    nonfinite: NonFinitePolicy = "error"
+    quant_algo: Literal["NVFP4", "W4A16_NVFP4"] = "W4A16_NVFP4"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a weight is quantized, and why not."""
+
+    family: Family
+    quantize: bool
+    reason: str
+
+
+@dataclass
+class QuantizeReport:
+    """What was decided, and each written tensor's amax, weight_scale_2 and SQNR (dB)."""
+
+    decisions: list[Decision]
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
+    outcome: Outcome | None = None
+    input_bytes: int = 0
+
+
+def decide(families: Sequence[Family], options: QuantizeOptions) -> list[Decision]:
+    """The plan for every family; CheckpointError if a pattern of ``include`` fits nothing."""
+    decisions = []
+    for family in families:
+        reason = _reason_to_keep(family, options)
+        decisions.append(Decision(family, reason is None, reason or ""))
+    for pattern in options.include:
+        if not any(fnmatchcase(f.weight.name, pattern) for f in families):
+            raise CheckpointError(
+                f"--include {shown(pattern)!r} matches none of the {len(families)} weights; "
+                "`nvfp4 inspect --each` lists their names."
+            )
+    return decisions
+
+
+def planned_bytes(decisions: Sequence[Decision]) -> int:
+    """Bytes of data that the output will hold."""
+    return sum(
+        sum(spec.nbytes for spec in output_specs(d.family)) if d.quantize else d.family.nbytes
+        for d in decisions
+    )
+
+
+def _reason_to_keep(family: Family, options: QuantizeOptions) -> str | None:
+    name = family.weight.name
+    if family.kind != "plain":
+        return f"already quantized ({family.kind})"
+    if any(fnmatchcase(name, pattern) for pattern in options.exclude):
+        return "excluded by --exclude"
+    if options.include and not any(fnmatchcase(name, pattern) for pattern in options.include):
+        return "not matched by --include"
+    if family.weight.dtype not in FLOATS:
+        return f"dtype {family.weight.dtype}"
+    if not name.endswith(".weight"):
+        return "not a weight"
+    if not options.include:
+        # names before shapes: "norm" says more than "1-D"
+        for regex, reason in _KEPT_NAMES:
+            if regex.search(family.module):
+                return reason
+    if len(family.shape) != 2:
+        return f"{len(family.shape)}-D, a matrix is needed"
+    if family.shape[1] % BLOCK_SIZE or not family.numel:
+        return f"K = {family.shape[1]} is no multiple of {BLOCK_SIZE}"
+    return None
+
+
+def quantize_checkpoint(
+    source: Checkpoint,
+    output: Path,
+    options: QuantizeOptions | None = None,
+    *,
+    resume: bool = False,
+    fault: Fault = no_fault,
+    advance: Advance = no_advance,
+) -> QuantizeReport:
+    """Writes an NVFP4 checkpoint under ModelOpt's names; returns what became of each weight.
+
+    Projections that loaders fuse (gate and up; q, k and v) share one weight_scale_2, from
+    the largest amax among them. Raises CheckpointError, see ``job.run``.
+    """
+    options = options or QuantizeOptions()
+    families = find_families(source.tensors)
+    decisions = decide(families, options)
+    chosen = [d.family for d in decisions if d.quantize]
+    kept = [d.family for d in decisions if not d.quantize]
+    if not chosen:
+        raise CheckpointError(
+            f"none of the {len(families)} weights is to be quantized; see the reasons in "
+            "`nvfp4 quantize --dry-run`, and --include.",
+            file=shown(str(source.root)),
+        )
+    report = QuantizeReport(decisions, input_bytes=sum(info.nbytes for info in source))
+    worker = _Worker(
+        source, options, {f.module: g for g in fused_groups(chosen) for f in g}, report
+    )
+    plan = Rewrite(source)
+    for family in kept:
+        plan.keep(family.members)
+    for family in chosen:
+        plan.produce(
+            family.weight.file, output_specs(family), worker.step(family), family.weight.offset
+        )
+
+    def change_config(config: dict[str, Any]) -> None:
+        quantization = modelopt_config(chosen, kept)
+        quantization["quant_algo"] = options.quant_algo
+        config["quantization_config"] = quantization
+
+    arguments = {
+        "include": list(options.include),
+        "exclude": list(options.exclude),
+        "profile": options.profile,
+        "zero_amax": options.zero_amax,
+        "nonfinite": options.nonfinite,
+        "quant_algo": options.quant_algo,
+    }
+    job = Job("quantize", arguments, source, plan.shards(), documents(source, change_config))
+    report.outcome = run(job, output, resume=resume, fault=fault, advance=advance)
+    return report
+
+
+def output_specs(family: Family) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+    """weight, weight_scale and weight_scale_2 of a matrix under ModelOpt's names."""
+    *lead, k = family.shape
+    return (
+        TensorSpec(f"{family.module}.weight", "U8", (*lead, k // 2)),
+        TensorSpec(f"{family.module}.weight_scale", "F8_E4M3", (*lead, k // BLOCK_SIZE)),
+        TensorSpec(f"{family.module}.weight_scale_2", "F32", ()),
+    )
+
+
+class _Worker:
+    """Quantizes one family at a time; remembers the joint amax of fused projections."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        options: QuantizeOptions,
+        groups: dict[str, list[Family]],
+        report: QuantizeReport,
+    ) -> None:
+        self.source = source
+        self.options = options
+        self.groups = groups
+        self.report = report
+        self.profile = get_profile(options.profile)
+        self._joint: dict[tuple[str, str], Tensor] = {}
+        if isinstance(self.profile.typed_scale(torch.tensor(1.0)), Divisor):
+            raise CheckpointError(
+                f"profile {options.profile!r} stores a divisor; expected one with a multiplier. "
+                "Quantize with another, then `nvfp4 convert --to compressed-tensors`."
+            )
+
+    def step(self, family: Family) -> Any:
+        """The step that writes this family's three tensors."""
+
+        def quantize(writer: ShardWriter) -> None:
+            try:
+                self._quantize(family, writer)
+            except CheckpointError:
+                raise
+            except CodecError as error:
+                raise located(error, family) from None
+
+        return quantize
+
+    def _quantize(self, family: Family, writer: ShardWriter) -> None:
+        values = self.source.tensor(family.weight.name)
+        scale_2 = self._joint_scale(family) if family.module in self.groups else None
+        packed = quantize_nvfp4(
+            values,
+            weight_scale_2=scale_2,
+            profile=self.options.profile,
+            zero_amax=self.options.zero_amax,
+            nonfinite=self.options.nonfinite,
+        )
+        restored = dequantize_nvfp4(
+            packed.weight, packed.weight_scale, packed.weight_scale_2, dtype=torch.float32
+        )
+        assert isinstance(packed.weight_scale_2, Tensor)
+        self.report.measured[family.weight.name] = {
+            "amax": amax(values),
+            "weight_scale_2": float(packed.weight_scale_2),
+            "sqnr_db": sqnr_db(values, restored),
+        }
+        weight, scale, scale_2_spec = output_specs(family)
+        writer.write_tensor(weight.name, packed.weight)
+        writer.write_tensor(scale.name, packed.weight_scale)
+        writer.write_tensor(scale_2_spec.name, packed.weight_scale_2)
+
+    def _joint_scale(self, family: Family) -> Tensor | None:
+        """weight_scale_2 of the group, None to leave a non-finite amax to the tensor's check."""
+        key = fused_group(family.module)
+        assert key is not None
+        if key not in self._joint:
+            largest = [self._finite_amax(member) for member in self.groups[family.module]]
+            self._joint[key] = torch.tensor(max(largest), dtype=torch.float32)
+        scale = self.profile.global_scale(self._joint[key])
+        return scale if isinstance(scale, Tensor) else scale.to_multiplier()
+
+    def _finite_amax(self, family: Family) -> float:
+        values = load_values(self.source, family, torch.float32)
+        found = amax(values)
+        if found < float("inf"):
+            return found
+        return amax(values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))

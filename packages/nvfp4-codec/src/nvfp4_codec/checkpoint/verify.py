@@ -1,0 +1,393 @@
+"""Find what is wrong with a quantized checkpoint, each fault by name.
+
+Some faults are certain from a header or a byte. Others only leave a statistical trace; a
+finding says how sure it is. Two cannot be seen at all without a reference: nibbles swapped
+in every tensor alike, and a factor common to all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from . import heuristics
+from .families import Family, find_families, fused_groups
+from .header import shown
+from .reader import Bytes, Checkpoint
+from .structure import problems
+from .writer import Advance, no_advance
+
+Confidence = Literal["certain", "high", "medium", "low"]
+
+_CHUNK: Final = 1 << 26
+_ONE_E4M3, _ONE_E8M0 = 0x38, 127
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault: what was found where, what was expected, what to do, and how sure it is."""
+
+    code: str
+    tensor: str
+    file: str
+    found: str
+    expected: str
+    fix: str
+    confidence: Confidence = "certain"
+
+    def to_json(self) -> dict[str, str]:
+        """The fields as a JSON object."""
+        return asdict(self)
+
+
+def verify_checkpoint(
+    source: Checkpoint, reference: Checkpoint | None = None, *, advance: Advance = no_advance
+) -> list[Finding]:
+    """All findings, by tensor. ``reference``: the checkpoint this one was made from, by value.
+
+    Reads every tensor once, one at a time. Raises CheckpointError if a file cannot be read.
+    """
+    families = find_families(source.tensors)
+    findings: list[Finding] = []
+    for family in families:
+        structural = [
+            _finding(family, p.code, p.found, p.expected, p.fix) for p in problems(family)
+        ]
+        findings += structural
+        if family.kind == "plain":
+            findings += _plain(source, family)
+        elif family.kind == "fp8-block":
+            findings += [] if structural else _fp8(source, family)
+        else:
+            # a scale of another dtype or shape tells nothing more by its bytes
+            codes = {problem.code for problem in structural}
+            if not codes - {"missing-weight-scale-2"}:
+                findings += _block_scales(source, family)
+            if family.global_scale is not None and "shape-mismatch" not in codes:
+                findings += _global_scale(source, family)
+        advance(family.nbytes)
+    groups = fused_groups(family for family in families if _is_sound(family))
+    for group in groups:
+        findings += _fused(source, group)
+    if reference is not None:
+        from .against import compare_with_reference
+
+        findings += compare_with_reference(source, families, reference)
+    return findings
+
+
+def _is_sound(family: Family) -> bool:
+    return not problems(family)
+
+
+def _finding(
+    family: Family,
+    code: str,
+    found: str,
+    expected: str,
+    fix: str,
+    confidence: Confidence = "certain",
+) -> Finding:
+    return Finding(
+        code, shown(family.weight.name), shown(family.weight.file), found, expected, fix, confidence
+    )
+
+
+def _plain(source: Checkpoint, family: Family) -> list[Finding]:
+    """NaN and Inf in float tensors."""
+    masks: dict[str, tuple[type[np.unsignedinteger], int]] = {
+        "BF16": (np.uint16, 0x7F80),
+        "F16": (np.uint16, 0x7C00),
+        "F32": (np.uint32, 0x7F800000),
+    }
+    if family.weight.dtype not in masks:
+        return []
+    dtype, mask = masks[family.weight.dtype]
+    bad = 0
+    for chunk in _chunks(source, family.weight.name, family.weight.nbytes):
+        exponent = chunk.view(dtype) & dtype(mask)
+        bad += int((exponent == dtype(mask)).sum())
+    if not bad:
+        return []
+    return [
+        _finding(
+            family,
+            "nonfinite-weight",
+            f"{bad} of {family.numel} values are NaN or Inf",
+            "finite values",
+            "Fetch the file again; if it is so at the source, the model is damaged.",
+        )
+    ]
+
+
+def _chunks(source: Checkpoint, name: str, nbytes: int) -> Iterable[Bytes]:
+    for start in range(0, nbytes, _CHUNK):
+        chunk: Bytes = np.empty(min(_CHUNK, nbytes - start), dtype=np.uint8)
+        source.read_into(name, chunk, start)
+        yield chunk
+
+
+def _fp8(source: Checkpoint, family: Family) -> list[Finding]:
+    assert family.scale is not None
+    findings: list[Finding] = []
+    nans = sum(
+        int(((chunk & 0x7F) == 0x7F).sum())
+        for chunk in _chunks(source, family.weight.name, family.weight.nbytes)
+    )
+    if nans:
+        findings.append(
+            _finding(
+                family,
+                "nonfinite-weight",
+                f"{nans} of {family.numel} E4M3 bytes are NaN",
+                "finite values",
+                "A cast overflowed: quantize the weight again, saturating.",
+            )
+        )
+    raw = source.read(family.scale.name)
+    if family.scale.dtype == "F8_E8M0":
+        return findings + _e8m0_bytes(source, family, raw)
+    scales = heuristics.float_values(raw, family.scale.dtype)
+    bad = int((~(np.isfinite(scales) & (scales > 0))).sum())
+    if bad:
+        findings.append(
+            _finding(
+                family,
+                "nan-scale" if np.isnan(scales).any() else "bad-scale",
+                f"{bad} of {scales.size} scales are not positive and finite",
+                "positive finite scales",
+                "Quantize the weight again.",
+            )
+        )
+    elif scales.size > 1 and (scales == 1).all():
+        findings.append(_all_ones(family, scales.size, "medium"))
+    return findings
+
+
+def _all_ones(family: Family, count: int, confidence: Confidence) -> Finding:
+    return _finding(
+        family,
+        "scales-all-ones",
+        f"all {count} block scales are exactly 1.0",
+        "scales that follow the weight's magnitude",
+        "The real scales were lost, as when a loader fills absent ones: take them from the "
+        "quantizer's output.",
+        confidence,
+    )
+
+
+def _block_scales(source: Checkpoint, family: Family) -> list[Finding]:
+    assert family.scale is not None
+    raw = source.read(family.scale.name)
+    if family.kind == "mxfp4":
+        return _e8m0_bytes(source, family, raw)
+    findings: list[Finding] = []
+    counts = np.bincount(raw, minlength=256)
+    nans = int(counts[0x7F] + counts[0xFF])
+    if nans:
+        findings.append(
+            _finding(
+                family,
+                "nan-scale",
+                f"{nans} of {raw.size} scale bytes are NaN (0x7F or 0xFF)",
+                "finite E4M3 scales",
+                "An all-zero block was rescaled past 448, or E8M0 bytes were stored: quantize "
+                "again, clamping to 448.",
+            )
+        )
+    negative = int(counts[0x80:0xFF].sum())
+    if negative:
+        findings.append(
+            _finding(
+                family,
+                "negative-scale",
+                f"{negative} of {raw.size} scale bytes have the sign bit set",
+                "scales >= 0",
+                "The bytes are no E4M3 magnitudes, or the file is damaged: write them again.",
+            )
+        )
+    if raw.size > 1 and counts[_ONE_E4M3] == raw.size and _has_nonzero_code(source, family):
+        findings.append(_all_ones(family, raw.size, "high" if raw.size >= 16 else "medium"))
+    if not findings:
+        look = heuristics.looks_like_e8m0(raw, counts)
+        if look is not None:
+            findings.append(
+                _finding(
+                    family,
+                    "e8m0-read-as-e4m3",
+                    look,
+                    "E4M3 bytes, which differ from block to block in their mantissa",
+                    "The bytes look like E8M0 exponents stored as F8_E4M3: convert the weight from "
+                    "MXFP4 instead of relabelling it.",
+                    "medium",
+                )
+            )
+        else:
+            findings += _swizzled(family, raw)
+    return findings
+
+
+def _swizzled(family: Family, raw: Bytes) -> list[Finding]:
+    rows, columns = family.shape[-2:] if len(family.shape) > 1 else (1, family.shape[-1])
+    verdict = heuristics.swizzle_evidence(raw.reshape(-1, rows, columns // 16))
+    if verdict is None:
+        return []
+    return [
+        _finding(
+            family,
+            "swizzled-scale",
+            f"rows or columns of scales agree {verdict:.1f} times better after a 128x4 unswizzle",
+            "linear scales, one row of them per row of the weight",
+            "Unswizzle the scale before it is stored; a checkpoint holds linear scales.",
+            "high" if verdict > 3 else "medium",
+        )
+    ]
+
+
+def _e8m0_bytes(source: Checkpoint, family: Family, raw: Bytes) -> list[Finding]:
+    counts = np.bincount(raw, minlength=256)
+    if counts[255]:
+        return [
+            _finding(
+                family,
+                "nan-scale",
+                f"{int(counts[255])} of {raw.size} E8M0 bytes are 255, which is NaN",
+                "0..254",
+                "The bytes are no exponents, or the weight had NaN: quantize it again.",
+            )
+        ]
+    if (
+        raw.size > 1
+        and counts[_ONE_E8M0] == raw.size
+        and (family.kind == "fp8-block" or _has_nonzero_code(source, family))
+    ):
+        return [_all_ones(family, raw.size, "medium")]
+    spread = heuristics.exponent_spread(counts)
+    if family.kind == "mxfp4" and spread > heuristics.LARGEST_SPREAD:
+        return [
+            _finding(
+                family,
+                "e4m3-read-as-e8m0",
+                f"the middle 98 % of the exponents spread over {spread}",
+                f"at most {heuristics.LARGEST_SPREAD} within one weight",
+                "The bytes look like E4M3 scales stored as E8M0: relabel them.",
+                "medium",
+            )
+        ]
+    return []
+
+
+def _has_nonzero_code(source: Checkpoint, family: Family) -> bool:
+    return any(
+        bool((chunk & 0x77).any())
+        for chunk in _chunks(source, family.weight.name, family.weight.nbytes)
+    )
+
+
+def global_value(source: Checkpoint, family: Family) -> float:
+    """The stored global scale, whichever direction it has."""
+    assert family.global_scale is not None
+    return float(source.read(family.global_scale.name).view(np.float32)[0])
+
+
+def _global_scale(source: Checkpoint, family: Family) -> list[Finding]:
+    value = global_value(source, family)
+    name = "weight_global_scale" if family.divides else "weight_scale_2"
+    if not (np.isfinite(value) and value > 0):
+        return [
+            _finding(
+                family,
+                "bad-global-scale",
+                f"{name} is {value:g}",
+                "a positive finite number",
+                "The tensor was all zero or not calibrated: quantize it again.",
+            )
+        ]
+    if family.scale is None or family.scale.dtype != "F8_E4M3":
+        return []
+    raw = source.read(family.scale.name)
+    largest = heuristics.largest_e4m3(raw)
+    multiplier = 1 / value if family.divides else value
+    implied, inverted = 6 * largest * multiplier, 6 * largest / multiplier
+    if implied > heuristics.LARGEST_WEIGHT and inverted < heuristics.LARGEST_WEIGHT:
+        return [
+            _finding(
+                family,
+                "reciprocal-global-scale",
+                f"{name} {value:g} makes the largest weight {implied:.3g}",
+                f"about {1 / value:.6g}, which makes it {inverted:.3g}",
+                "It is the reciprocal: compressed-tensors' weight_global_scale divides, "
+                "weight_scale_2 multiplies. Store 1 / value, or use the other name.",
+                "high",
+            )
+        ]
+    if value == 1.0 and largest == 448.0 and (raw != raw[0]).any():
+        return [
+            _finding(
+                family,
+                "weight-scale-2-is-one",
+                f"{name} is exactly 1 while block scales reach 448: weights up to 2688",
+                "a value near amax / 2688",
+                "The real one was lost, as when a loader fills an absent one: take it from the "
+                "quantizer's output.",
+                "high",
+            )
+        ]
+    return []
+
+
+def _fused(source: Checkpoint, group: list[Family]) -> list[Finding]:
+    """Projections that a loader fuses: one global scale, and columns that agree."""
+    findings: list[Finding] = []
+    quantized = [f for f in group if f.kind == "nvfp4" and f.global_scale is not None]
+    values = {f.module: global_value(source, f) for f in quantized}
+    if len(set(values.values())) > 1:
+        first = quantized[0]
+        listed = ", ".join(f"{shown(f.module)}: {values[f.module]:g}" for f in quantized)
+        findings.append(
+            _finding(
+                first,
+                "fused-scale-mismatch",
+                listed,
+                "one value: loaders fuse these projections and keep a single weight_scale_2",
+                "Rescale the block scales to the larger value (unify_weight_scale_2), or quantize "
+                "again with `nvfp4 quantize`.",
+            )
+        )
+    if len(quantized) > 1:
+        findings += _swapped(source, group)
+    return findings
+
+
+def _swapped(source: Checkpoint, group: list[Family]) -> list[Finding]:
+    """One of two matrices that read the same input has even and odd columns exchanged."""
+    from .values import is_numeric, load_values
+
+    # Trained q and k, or gate and up, weigh their inputs alike; v does not follow them.
+    names = ("w1", "w3", "gate_proj", "up_proj", "q_proj", "k_proj", "query", "key")
+    members = [f for f in group if f.module.rpartition(".")[2] in names]
+    readable = [f for f in members if is_numeric(f) and len(f.shape) == 2]
+    profiles = [
+        (family, heuristics.pair_contrast(load_values(source, family).numpy()))
+        for family in readable
+    ]
+    for i, (first, a) in enumerate(profiles):
+        for second, b in profiles[i + 1 :]:
+            score = heuristics.opposed(a, b)
+            if score is not None:
+                return [
+                    _finding(
+                        first,
+                        "swapped-nibbles",
+                        "neighbouring columns are exchanged between this weight and "
+                        f"{shown(second.module)} (correlation {score:.2f})",
+                        "the same columns large in both, as both read the same input",
+                        "One of the two has its nibbles swapped; even k belongs in the low nibble. "
+                        "--reference tells which.",
+                        "low" if score > -0.5 else "medium",
+                    )
+                ]
+    return []

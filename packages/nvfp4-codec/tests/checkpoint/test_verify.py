@@ -1,0 +1,320 @@
+"""verify: each fault is made in a good checkpoint and found by name; good ones are silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nvfp4_codec import quantize_mxfp4, quantize_nvfp4
+from nvfp4_codec.checkpoint import Checkpoint, Finding, inspect_checkpoint, verify_checkpoint
+from nvfp4_codec.checkpoint.heuristics import unswizzled
+from nvfp4_codec.swizzle import swizzle_blockscale
+
+Tensors = dict[str, Tensor]
+Break = Callable[[Tensors], None]
+DOWN, GATE, UP = (f"layers.0.mlp.{name}_proj" for name in ("down", "gate", "up"))
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+
+
+def check(
+    tensors: Mapping[str, Tensor], folder: Path, reference: Mapping[str, Tensor] | None = None
+) -> list[Finding]:
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    save_file(copies, folder / "model.safetensors")
+    with Checkpoint.open(folder / "model.safetensors") as source:
+        inspect_checkpoint(source)  # a faulty weight is a row with a problem, not a crash
+        if reference is None:
+            return verify_checkpoint(source)
+        save_file(dict(reference), folder / "reference.safetensors")
+        with Checkpoint.open(folder / "reference.safetensors") as other:
+            return verify_checkpoint(source, other)
+
+
+def raw(tensors: Tensors, name: str) -> Tensor:
+    """A writable uint8 view of a copied tensor."""
+    tensors[name] = tensors[name].clone()
+    return tensors[name].view(torch.uint8)
+
+
+def swap_nibbles(weight: Tensor) -> Tensor:
+    return (weight >> 4) | (weight << 4)
+
+
+def nan_scale(t: Tensors) -> None:
+    raw(t, f"{DOWN}.weight_scale")[3, 2] = 0x7F
+
+
+def negative_scale(t: Tensors) -> None:
+    raw(t, f"{DOWN}.weight_scale")[3, 2] |= 0x80
+
+
+def no_weight_scale_2(t: Tensors) -> None:
+    del t[f"{DOWN}.weight_scale_2"]
+
+
+def no_weight_scale(t: Tensors) -> None:
+    del t[f"{DOWN}.weight_scale"]
+
+
+def ones(t: Tensors) -> None:
+    raw(t, f"{DOWN}.weight_scale").fill_(0x38)
+
+
+def e8m0_bytes(t: Tensors) -> None:
+    """An MXFP4 scale written per 16 values under the NVFP4 label."""
+    values = torch.randn(256, 128, generator=torch.Generator().manual_seed(1)) * 0.02
+    packed = quantize_mxfp4(values)
+    t[f"{DOWN}.weight"] = packed.weight
+    doubled = packed.weight_scale.view(torch.uint8).repeat_interleave(2, dim=1)
+    t[f"{DOWN}.weight_scale"] = doubled.view(E4M3)
+
+
+def e8m0_label(t: Tensors) -> None:
+    t[f"{DOWN}.weight_scale"] = t[f"{DOWN}.weight_scale"].view(torch.uint8).view(E8M0)
+
+
+def mxfp4_scale_as_e4m3(t: Tensors) -> None:
+    packed = quantize_mxfp4(torch.randn(256, 128, generator=torch.Generator().manual_seed(1)))
+    t[f"{DOWN}.weight"] = packed.weight
+    t[f"{DOWN}.weight_scale"] = packed.weight_scale.view(torch.uint8).view(E4M3)
+    del t[f"{DOWN}.weight_scale_2"]
+
+
+def reciprocal(t: Tensors) -> None:
+    t[f"{DOWN}.weight_scale_2"] = t[f"{DOWN}.weight_scale_2"].reciprocal()
+
+
+def divisor_under_wrong_name(t: Tensors) -> None:
+    for part in ("weight_packed", "weight_global_scale"):
+        t[f"{DOWN}.{part}"] = t.pop(
+            f"{DOWN}.{'weight' if part == 'weight_packed' else 'weight_scale_2'}"
+        )
+
+
+def one_weight_scale_2(t: Tensors) -> None:
+    t[f"{DOWN}.weight_scale_2"] = torch.tensor(1.0)
+
+
+def nan_weight_scale_2(t: Tensors) -> None:
+    t[f"{DOWN}.weight_scale_2"] = torch.tensor(float("nan"))
+
+
+def zero_weight_scale_2(t: Tensors) -> None:
+    t[f"{DOWN}.weight_scale_2"] = torch.tensor(0.0)
+
+
+def bf16_weight_scale_2(t: Tensors) -> None:
+    t[f"{DOWN}.weight_scale_2"] = t[f"{DOWN}.weight_scale_2"].bfloat16()
+
+
+def swizzled(t: Tensors) -> None:
+    scale = t[f"{DOWN}.weight_scale"]
+    data = swizzle_blockscale(scale).data.reshape(-1)
+    t[f"{DOWN}.weight_scale"] = data.view(torch.uint8).view(E4M3).reshape(scale.shape).clone()
+
+
+def swizzled_flat(t: Tensors) -> None:
+    t[f"{DOWN}.weight_scale"] = t[f"{DOWN}.weight_scale"].reshape(-1).clone()
+
+
+def swizzled_padded(t: Tensors) -> None:
+    """130 rows and 6 scale columns swizzle to 256 x 8."""
+    packed = quantize_nvfp4(torch.randn(130, 96, generator=torch.Generator().manual_seed(2)))
+    t[f"{DOWN}.weight"] = packed.weight
+    t[f"{DOWN}.weight_scale"] = torch.zeros(256, 8, dtype=torch.uint8).view(E4M3)
+
+
+def wrong_shape(t: Tensors) -> None:
+    t[f"{DOWN}.weight_scale"] = t[f"{DOWN}.weight_scale"][:, :-1].clone()
+
+
+def gate_up_mismatch(t: Tensors) -> None:
+    t[f"{UP}.weight_scale_2"] = t[f"{UP}.weight_scale_2"] * 1.5
+
+
+def one_swapped(t: Tensors) -> None:
+    t[f"{UP}.weight"] = swap_nibbles(t[f"{UP}.weight"])
+
+
+def nan_weight(t: Tensors) -> None:
+    t["norm.weight"] = t["norm.weight"].clone()
+    t["norm.weight"][5] = float("nan")
+
+
+BROKEN: dict[str, tuple[Break, str, str]] = {
+    "NaN scale byte": (nan_scale, "nan-scale", DOWN),
+    "negative scale byte": (negative_scale, "negative-scale", DOWN),
+    "no weight_scale_2": (no_weight_scale_2, "missing-weight-scale-2", DOWN),
+    "no weight_scale": (no_weight_scale, "missing-weight-scale", DOWN),
+    "scales all ones": (ones, "scales-all-ones", DOWN),
+    "E8M0 bytes as E4M3": (e8m0_bytes, "e8m0-read-as-e4m3", DOWN),
+    "E8M0 label": (e8m0_label, "e8m0-read-as-e4m3", DOWN),
+    "MXFP4 scale labelled E4M3": (mxfp4_scale_as_e4m3, "e8m0-read-as-e4m3", DOWN),
+    "reciprocal": (reciprocal, "reciprocal-global-scale", DOWN),
+    "multiplier named divisor": (divisor_under_wrong_name, "reciprocal-global-scale", DOWN),
+    "weight_scale_2 one": (one_weight_scale_2, "weight-scale-2-is-one", DOWN),
+    "weight_scale_2 NaN": (nan_weight_scale_2, "bad-global-scale", DOWN),
+    "weight_scale_2 zero": (zero_weight_scale_2, "bad-global-scale", DOWN),
+    "weight_scale_2 bfloat16": (bf16_weight_scale_2, "shape-mismatch", DOWN),
+    "swizzled": (swizzled, "swizzled-scale", DOWN),
+    "swizzled, 1-D": (swizzled_flat, "swizzled-scale", DOWN),
+    "swizzled, padded": (swizzled_padded, "swizzled-scale", DOWN),
+    "shape": (wrong_shape, "shape-mismatch", DOWN),
+    "gate and up differ": (gate_up_mismatch, "fused-scale-mismatch", GATE),
+    "one of gate and up swapped": (one_swapped, "swapped-nibbles", GATE),
+    "NaN in a norm": (nan_weight, "nonfinite-weight", "norm"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_is_found_by_name(
+    name: str, nvfp4_tensors: Mapping[str, Tensor], tmp_path: Path
+) -> None:
+    damage, code, module = BROKEN[name]
+    tensors = dict(nvfp4_tensors)
+    damage(tensors)
+    findings = check(tensors, tmp_path)
+    assert [finding.code for finding in findings] == [code]
+    (finding,) = findings
+    assert finding.tensor.startswith(f"{module}.weight")
+    assert finding.file == "model.safetensors"
+    assert all((finding.found, finding.expected, finding.fix))
+
+
+def test_a_good_checkpoint_is_silent(nvfp4_tensors: Mapping[str, Tensor], tmp_path: Path) -> None:
+    assert check(nvfp4_tensors, tmp_path) == []
+
+
+def random_matrix(kind: str, rows: int, columns: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(rows, columns, generator=generator)
+    if kind == "heavy-tailed":
+        return normal * torch.randn(rows, columns, generator=generator).mul(1.5).exp()
+    if kind == "row-scaled":
+        return normal * torch.randn(rows, 1, generator=generator).mul(3).exp()
+    if kind == "low-rank":
+        return normal[:, :4] @ torch.randn(4, columns, generator=generator)
+    if kind == "constant":
+        return torch.full((rows, columns), 0.75)
+    if kind == "small":
+        return normal * 1e-6
+    if kind == "large":
+        return normal * 100
+    return normal * 0.02
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (2, 32), (128, 64), (256, 512), (100, 48)], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    ["normal", "heavy-tailed", "row-scaled", "low-rank", "constant", "small", "large"],
+)
+def test_good_weights_of_every_kind_and_size_are_silent(
+    kind: str, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    tensors: Tensors = {}
+    for i, name in enumerate(("q_proj", "k_proj", "w2")):
+        values = random_matrix(kind, *shape, seed=i)
+        packed = quantize_nvfp4(
+            values,
+            weight_scale_2=torch.tensor(
+                400.0 if kind == "row-scaled" else float(random_matrix(kind, *shape, 0).abs().max())
+            )
+            / 2688,
+        )
+        assert isinstance(packed.weight_scale_2, Tensor)
+        tensors |= {
+            f"{name}.weight": packed.weight,
+            f"{name}.weight_scale": packed.weight_scale,
+            f"{name}.weight_scale_2": packed.weight_scale_2,
+        }
+        if shape[1] % 32 == 0:
+            mxfp4 = quantize_mxfp4(values)
+            tensors[f"mx.{name}.weight"], tensors[f"mx.{name}.scale"] = mxfp4
+    # A constant of 0.75 has the MXFP4 scale 2^-3 everywhere, and nothing is wrong with that.
+    assert check(tensors, tmp_path) == []
+
+
+def test_all_zero_weights_are_silent(tmp_path: Path) -> None:
+    packed = quantize_nvfp4(torch.zeros(32, 64), zero_amax="one")
+    assert isinstance(packed.weight_scale_2, Tensor)
+    tensors = {
+        "a.weight": packed.weight,
+        "a.weight_scale": packed.weight_scale,
+        "a.weight_scale_2": packed.weight_scale_2,
+    }
+    assert check(tensors, tmp_path) == []
+
+
+def test_mxfp4_and_fp8_faults(tmp_path: Path) -> None:
+    packed = quantize_mxfp4(random_matrix("normal", 64, 64, 0))
+    scale = packed.weight_scale.view(torch.uint8)
+    nan, as_e4m3 = scale.clone(), scale.clone()
+    nan[1, 1] = 255
+    as_e4m3[:] = torch.arange(0x50, 0x50 + 128).clamp(max=0x7E).view(64, 2)[:, :2]
+    fp8 = random_matrix("normal", 64, 64, 1).to(E4M3)
+    bad = fp8.clone()
+    bad.view(torch.uint8)[0, 0] = 0xFF
+    tensors = {
+        "nan.weight": packed.weight,
+        "nan.scale": nan.view(E8M0),
+        "spread.weight": packed.weight,
+        "spread.scale": as_e4m3.view(E8M0),
+        "ones.weight": packed.weight,
+        "ones.scale": torch.full_like(scale, 127).view(E8M0),
+        "fp8.weight": bad,
+        "fp8.weight_scale_inv": torch.tensor([[0.5]]),
+        "fp8b.weight": fp8,
+        "fp8b.weight_scale": torch.tensor([[-1.0]]),
+        "fp8c.weight": fp8,
+        "fp8c.weight_scale": torch.ones(64, 1),
+        "fp8d.weight": fp8,
+        "fp8d.weight_scale_inv": torch.ones(3, 1, 2),
+    }
+    assert {(f.tensor.partition(".")[0], f.code) for f in check(tensors, tmp_path)} == {
+        ("nan", "nan-scale"),
+        ("spread", "e4m3-read-as-e8m0"),
+        ("ones", "scales-all-ones"),
+        ("fp8", "nonfinite-weight"),
+        ("fp8b", "bad-scale"),
+        ("fp8c", "scales-all-ones"),
+        ("fp8d", "shape-mismatch"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (lambda t: t.update({f"{DOWN}.weight": swap_nibbles(t[f"{DOWN}.weight"])}),
+         "swapped-nibbles"),
+        (swizzled, "swizzled-scale"),
+        (reciprocal, "reciprocal-global-scale"),
+    ],
+)  # fmt: skip
+def test_a_reference_makes_it_certain(
+    damage: Break, code: str, tmp_path: Path, weight: Callable[..., Tensor]
+) -> None:
+    values = weight(256, 128, 5)
+    packed = quantize_nvfp4(values)
+    assert isinstance(packed.weight_scale_2, Tensor)
+    tensors = {
+        f"{DOWN}.weight": packed.weight,
+        f"{DOWN}.weight_scale": packed.weight_scale,
+        f"{DOWN}.weight_scale_2": packed.weight_scale_2,
+    }
+    reference = {f"{DOWN}.weight": values}
+    assert check(tensors, tmp_path, reference) == []
+    damage(tensors)
+    assert code in [f.code for f in check(tensors, tmp_path, reference)]
+    assert [f.code for f in check({"x.weight": values}, tmp_path, reference)] == ["missing-tensor"]
+
+
+def test_the_unswizzle_here_is_the_librarys() -> None:
+    scale = torch.arange(256 * 8, dtype=torch.int64).remainder(251).to(torch.uint8).view(256, 8)
+    stored = swizzle_blockscale(scale.view(E4M3)).data.view(torch.uint8).reshape(256, 8)
+    assert np.array_equal(unswizzled(stored.numpy()), scale.numpy())
