@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import BackendError, CodecError, DtypeError, ShapeError
-from .scales import BLOCK_SIZE, MXScaleMode, Profile
+from .scales import BLOCK_SIZE, MX_BLOCK_SIZE, MXScaleMode, Profile
 
 try:
     from . import _native
@@ -36,7 +36,6 @@ NVFP4_PROFILES = frozenset({"modelopt", "ieee"})
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _MX_MODES = ("floor", "ceil", "rceil", "even")  # in the order of ScaleKind in kernels.h
-_MX_BLOCK_SIZE = 32
 
 
 def unavailable_reason() -> str | None:
@@ -171,9 +170,9 @@ def quantize_mxfp4(
     runtime = _runtime(isa, threads)
     if scale_mode not in _MX_MODES:
         raise CodecError(f"scale_mode is {scale_mode!r}, expected one of: {', '.join(_MX_MODES)}")
-    rows, columns = _matrix("x", x, _MX_BLOCK_SIZE)
+    rows, columns = _matrix("x", x, MX_BLOCK_SIZE)
     _check("weight_out", weight_out, (rows, columns // 2), torch.uint8)
-    _check("scale_out", scale_out, (rows, columns // _MX_BLOCK_SIZE), torch.uint8)
+    _check("scale_out", scale_out, (rows, columns // MX_BLOCK_SIZE), torch.uint8)
     _refuse_overlap({"weight_out": weight_out, "scale_out": scale_out}, {"x": x})
     _native.quantize_mxfp4(
         *runtime,
@@ -196,9 +195,9 @@ def dequantize_mxfp4(
 ) -> None:
     """As ``reference.dequantize_mxfp4``."""
     runtime = _runtime(isa, threads)
-    rows, columns = _matrix("out", out, _MX_BLOCK_SIZE)
+    rows, columns = _matrix("out", out, MX_BLOCK_SIZE)
     _check("weight", weight, (rows, columns // 2), torch.uint8)
-    _check("scale", scale, (rows, columns // _MX_BLOCK_SIZE), one_byte=True)
+    _check("scale", scale, (rows, columns // MX_BLOCK_SIZE), one_byte=True)
     _refuse_overlap({"out": out}, {"weight": weight, "scale": scale})
     _native.dequantize_mxfp4(
         *runtime,
@@ -229,8 +228,8 @@ def mxfp4_to_nvfp4(
     NaN. Returns the number of lossy blocks.
     """
     runtime = _runtime(isa, threads)
-    rows, half = _matrix("weight", weight, _MX_BLOCK_SIZE // 2)
-    num_blocks = half * 2 // _MX_BLOCK_SIZE
+    rows, half = _matrix("weight", weight, MX_BLOCK_SIZE // 2)
+    num_blocks = half * 2 // MX_BLOCK_SIZE
     _check("weight", weight, (rows, half), torch.uint8)
     _check("scale", scale, (rows, num_blocks), one_byte=True)
     _check("weight_out", weight_out, (rows, half), torch.uint8)

@@ -24,9 +24,15 @@ from .formats import (
     fp32_to_e8m0,
 )
 from .packing import pack_e2m1, unpack_e2m1
-from .scales import BLOCK_SIZE, MXScaleMode, Profile, fp8_block_scale, mx_block_scale
+from .scales import (
+    BLOCK_SIZE,
+    MX_BLOCK_SIZE,
+    MXScaleMode,
+    Profile,
+    fp8_block_scale,
+    mx_block_scale,
+)
 
-MX_BLOCK_SIZE = 32
 CHUNK = 1 << 20  # elements per chunk; temporaries are about 40 bytes per element
 
 

@@ -37,6 +37,7 @@ from .tensors import Divisor, GlobalScale
 MXScaleMode = Literal["floor", "ceil", "rceil", "even"]
 
 BLOCK_SIZE = 16
+MX_BLOCK_SIZE = 32
 AMAX_PER_SCALE = E2M1_MAX * E4M3_MAX  # 2688: the largest |value| at weight_scale_2 = 1
 
 
@@ -251,8 +252,8 @@ def _value(global_scale: GlobalScale) -> Tensor:
 
 def _recover_amax(weight_scale_2: Tensor, dtype: torch.dtype) -> Tensor:
     divisor = _constant(AMAX_PER_SCALE, weight_scale_2)
-    amax = weight_scale_2 * divisor
-    rounded = amax.to(dtype).float()
+    amax = _finite(weight_scale_2 * divisor)  # an infinite amax would make NaN scales
+    rounded = _finite(amax.to(dtype).float())
     return torch.where(rounded / divisor == weight_scale_2, rounded, amax)
 
 

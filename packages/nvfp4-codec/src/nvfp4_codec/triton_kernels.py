@@ -38,7 +38,7 @@ class Launch:
         return 32 * self.num_warps
 
 
-QUANTIZE_NVFP4 = Launch(num_warps=4, unroll=1)
+QUANTIZE_NVFP4 = Launch(num_warps=4, unroll=2)
 QUANTIZE_MXFP4 = Launch(num_warps=4, unroll=1)
 DEQUANTIZE_E2M1 = Launch(num_warps=4, unroll=2)
 DEQUANTIZE_E4M3 = Launch(num_warps=4, unroll=4)

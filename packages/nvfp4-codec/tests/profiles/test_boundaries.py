@@ -165,6 +165,13 @@ def test_an_unknown_profile_names_the_known_ones() -> None:
         get_profile("nvidia")
 
 
+def test_static_scales_stay_finite_where_2688_times_the_given_scale_overflows() -> None:
+    x = torch.zeros(2, 16)
+    x[1, -1] = 4.5e36
+    given = quantize(x, profile="modelopt-static", weight_scale_2=torch.tensor(1.27e35))
+    assert (given.weight_scale.view(torch.uint8) < 0x7F).all()
+
+
 def test_static_recovers_the_amax_from_a_given_scale() -> None:
     """bfloat16 amax: exactly. Otherwise the product with 2688, one float32 ulp from it or none."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()

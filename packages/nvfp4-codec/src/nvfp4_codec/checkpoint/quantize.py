@@ -12,8 +12,9 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from ..checks import NonFinitePolicy
 from ..errors import CheckpointError, CodecError
-from ..ops import NonFinitePolicy, ZeroAmaxPolicy, dequantize_nvfp4, quantize_nvfp4
+from ..ops import ZeroAmaxPolicy, dequantize_nvfp4, quantize_nvfp4
 from ..scales import BLOCK_SIZE, get_profile
 from ..tensors import Divisor
 from .families import FLOATS, Family, find_families, fused_group, fused_groups

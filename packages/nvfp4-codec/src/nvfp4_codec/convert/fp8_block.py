@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ..backends import BackendName
+from ..checks import check_block, num_blocks
 from ..errors import ShapeError
 from ..ops import (
-    _check_block,
-    _num_blocks,
     dequantize_fp8_block,
     dequantize_nvfp4,
     quantize_fp8_block,
@@ -67,11 +66,11 @@ def nvfp4_to_fp8_block(
             f"weight_scale has shape {tuple(weight_scale.shape)}, expected [{rows}, "
             f"{k // 16}]; a 1-D or padded scale is swizzled: unswizzle it first"
         )
-    _check_block(block)
+    check_block(block)
     result = FP8BlockTensor(
         weight.new_empty((rows, k), dtype=torch.float8_e4m3fn),
         weight.new_empty(
-            _num_blocks(torch.Size((rows, k)), block),
+            num_blocks(torch.Size((rows, k)), block),
             dtype=torch.float32 if scale_fmt == "fp32" else torch.float8_e8m0fnu,
         ),
         block,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops import MX_BLOCK_SIZE, _linear_scale, _packed_weight
-from ..scales import BLOCK_SIZE
+from ..checks import linear_scale, packed_weight
+from ..scales import BLOCK_SIZE, MX_BLOCK_SIZE
 
 E8M0_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
 
@@ -24,7 +24,7 @@ def mxfp4_bytes(weight: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
 def _bytes(
     weight: Tensor, weight_scale: Tensor, dtypes: tuple[torch.dtype, ...], block_size: int
 ) -> tuple[Tensor, Tensor]:
-    codes = _packed_weight(weight)
+    codes = packed_weight(weight)
     k = 2 * codes.shape[-1]
     shape = (*codes.shape[:-1], k // block_size)
-    return codes, _linear_scale(weight_scale, dtypes, shape, k % block_size)
+    return codes, linear_scale(weight_scale, dtypes, shape, k % block_size)

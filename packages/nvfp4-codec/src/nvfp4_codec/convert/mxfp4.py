@@ -16,16 +16,11 @@ from torch import Tensor
 
 from .. import backends
 from ..backends import BackendName
+from ..checks import as_rows, check_choice, outputs, refuse_overlap
 from ..errors import DtypeError, LosslessError, NonFiniteError, ShapeError
 from ..formats import as_bytes, decode_e2m1, e8m0_to_fp32, encode_e2m1
-from ..ops import (
-    MX_BLOCK_SIZE,
-    _check_choice,
-    _outputs,
-    _refuse_overlap,
-    _rows,
-)
 from ..packing import pack_e2m1, unpack_e2m1
+from ..scales import MX_BLOCK_SIZE
 from ..tensors import Divisor, GlobalScale, dtype_of, global_scale_value
 from .inputs import E8M0_DTYPES, mxfp4_bytes
 
@@ -77,7 +72,7 @@ def mxfp4_to_nvfp4(
     Raises NonFiniteError for E8M0 byte 255 (NaN), LosslessError if weight_scale_2 is no
     power of two or too small for the largest block (that would saturate).
     """
-    _check_choice("outside", outside, OutsidePolicy)
+    check_choice("outside", outside, OutsidePolicy)
     codes, scale = _checked(weight, weight_scale)
     if weight_scale_2 is None:
         exponent = _exponent_for([_extreme_used_byte(codes, scale, largest=True)])
@@ -89,12 +84,12 @@ def mxfp4_to_nvfp4(
     new_codes, new_scale = _prepare_outputs(out, codes, scale)
     lossless = torch.empty(scale.shape, dtype=torch.bool, device=codes.device)
     num_lossy = kernels.mxfp4_to_nvfp4(
-        _rows(codes),
-        _rows(scale),
+        as_rows(codes),
+        as_rows(scale),
         E8M0_BIAS + exponent,
-        _rows(new_codes),
-        _rows(as_bytes(new_scale)),
-        _rows(lossless),
+        as_rows(new_codes),
+        as_rows(as_bytes(new_scale)),
+        as_rows(lossless),
     )
     if num_lossy:
         if out is None:
@@ -243,8 +238,8 @@ def _prepare_outputs(
         ("weight_scale", scale_shape, torch.float8_e4m3fn),
     )
     for tensor in out:
-        _refuse_overlap("out", tensor, scale)
-    return _outputs(out, *specs, codes)
+        refuse_overlap("out", tensor, scale)
+    return outputs(out, *specs, codes)
 
 
 def _requantize_at_floor(

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..errors import DtypeError, ShapeError
 from ..formats import as_bytes, decode_e2m1, decode_e4m3, e8m0_to_fp32
-from ..ops import MX_BLOCK_SIZE
 from ..packing import unpack_e2m1
-from ..scales import BLOCK_SIZE
+from ..scales import BLOCK_SIZE, MX_BLOCK_SIZE
 from ..swizzle import SwizzledScale, unswizzle_blockscale
 from ..tensors import FP8BlockTensor, MXFP4Tensor, NVFP4Tensor, global_scale_value
 
