@@ -54,7 +54,11 @@ def write_input(path: Path, nbytes: int) -> int:
 
 def run_convert(source: Path, output: Path) -> None:
     command = [sys.executable, "-m", "nvfp4_codec.cli", "convert", str(source), str(output)]
-    subprocess.run([*command, "--to", "nvfp4"], check=True, stdout=subprocess.DEVNULL)
+    # As an installed package runs: with compiled bytecode.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run(
+        [*command, "--to", "nvfp4"], check=True, stdout=subprocess.DEVNULL, env=environment
+    )
 
 
 def run_cp(source: Path, output: Path) -> None:
