@@ -175,6 +175,7 @@ void dequantize_fp8_block(const Kernels& isa, int threads, const uint8_t* weight
                           int64_t columns, int64_t block_rows, int64_t block_columns) {
   const int64_t size = item_size(dtype);
   const int64_t per_row = ceil_div(columns, block_columns);
+  block_rows = std::min(block_rows, std::max<int64_t>(rows, 1));  // or strips beyond the matrix
   const int64_t even_share = ceil_div(rows, 4 * std::max(threads, 1));
   const int64_t strip =
       std::min(block_rows, std::clamp(even_share, kLeastStripRows, kStripRows));

@@ -60,6 +60,11 @@ def select(
         raise BackendError(f"backend is {requested!r}, expected None or one of: {known}")
     fastest = next((name for name, kind in _DEVICES.items() if kind == device.type), "reference")
     name = requested or fastest
+    if _flushes_denormals():
+        warn_once(
+            "torch.set_flush_denormal(True) is on: what torch computes in the subnormal range "
+            "(the reference, global scales of tiny tensors) is zero; turn it off for exact bytes"
+        )
     reason = _obstacle(name, operation, device, profile)
     if reason is None:
         return _load(name)
@@ -67,8 +72,13 @@ def select(
         raise BackendError(f"backend {name!r} cannot run {operation} here: {reason}")
     # A backend that is absent altogether is reported once, not once for each operation.
     what = "everything" if isinstance(_load(name), str) else operation
-    _warn_once(f"{what} runs on the slow reference backend: {name} cannot ({reason})")
+    warn_once(f"{what} runs on the slow reference backend: {name} cannot ({reason})")
     return _load("reference")
+
+
+def _flushes_denormals() -> bool:
+    smallest = torch.tensor(2.0**-149, dtype=torch.float32, device="cpu")
+    return float(smallest * 1) == 0.0
 
 
 def _obstacle(name: str, operation: str, device: torch.device, profile: str | None) -> str | None:
@@ -85,5 +95,5 @@ def _obstacle(name: str, operation: str, device: torch.device, profile: str | No
 
 
 @cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     logger.warning(message)

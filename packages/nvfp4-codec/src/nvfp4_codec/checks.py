@@ -21,7 +21,15 @@ NonFinitePolicy = Literal["error", "saturate"]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def blocked_input(x: Tensor, block_size: int, pad: bool) -> tuple[Tensor, int | None]:
+def dense(name: str, x: Tensor) -> Tensor:
+    """A contiguous tensor of real memory, without autograd and lazy negation."""
+    if x.layout != torch.strided or x.is_meta or x.is_nested:
+        kind = "a meta tensor" if x.is_meta else f"nested or of layout {x.layout}"
+        raise DtypeError(f"{name} is {kind}, expected a dense tensor in memory")
+    return x.detach().resolve_neg().contiguous()
+
+
+def blocked_input(x: Tensor, block_size: int, pad: bool | None = None) -> tuple[Tensor, int | None]:
     """Check dtype and K; return x contiguous (padded if asked) and the logical K if padded."""
     if dtype_of(x) not in FLOATS:
         raise DtypeError(
@@ -32,13 +40,14 @@ def blocked_input(x: Tensor, block_size: int, pad: bool) -> tuple[Tensor, int | 
         raise ShapeError("x is a scalar, expected at least one dimension")
     ragged = x.shape[-1] % block_size
     if not ragged:
-        return x.detach().contiguous(), None
+        return dense("x", x), None
     if not pad:
         raise ShapeError(
-            f"x has shape {tuple(x.shape)}: its last dimension is no multiple of "
-            f"{block_size}; pass pad=True, or quantize along another dimension"
+            f"x has shape {tuple(x.shape)}: its last dimension is no multiple of {block_size}; "
+            + ("pad it with zeros" if pad is None else "pass pad=True")
+            + ", or quantize along another dimension"
         )
-    return torch.nn.functional.pad(x.detach(), (0, block_size - ragged)), x.shape[-1]
+    return torch.nn.functional.pad(dense("x", x), (0, block_size - ragged)), x.shape[-1]
 
 
 def check_choice(name: str, value: str, choices: object) -> None:
@@ -61,7 +70,7 @@ def packed_weight(weight: Tensor) -> Tensor:
         raise DtypeError(f"weight is {dtype}, expected packed E2M1 as uint8 or int8")
     if weight.ndim == 0:
         raise ShapeError("weight is a scalar, expected packed E2M1 [..., K/2]")
-    return as_bytes(weight.detach().contiguous())
+    return as_bytes(dense("weight", weight))
 
 
 def linear_scale(
@@ -85,7 +94,7 @@ def linear_scale(
             + (" (K is no multiple of the block)" if ragged else "")
             + "; a 1-D or padded scale is swizzled: unswizzle it first"
         )
-    return as_bytes(scale.detach().contiguous())
+    return as_bytes(dense("weight_scale", scale))
 
 
 def check_device(name: str, tensor: Tensor, reference: Tensor) -> None:
@@ -101,8 +110,14 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def check_block(block: tuple[int, int]) -> None:
-    if len(block) != 2 or min(block) < 1:
-        raise ShapeError(f"block is {block}, expected two positive integers")
+    whole = isinstance(block, tuple | list) and all(type(size) is int for size in block)
+    if not whole or len(block) != 2 or min(block) < 1:
+        raise ShapeError(f"block is {block!r}, expected two positive integers")
+
+
+def fit_block(block: tuple[int, int], shape: torch.Size) -> tuple[int, int]:
+    """The block cut to the matrix, so that no backend allocates or loops beyond it."""
+    return min(block[0], max(shape[0], 1)), min(block[1], max(shape[1], 1))
 
 
 def num_blocks(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
@@ -119,8 +134,10 @@ def outputs(
     if out is None:
         made = [torch.empty(shape, dtype=dtype, device=x.device) for _, shape, dtype in specs]
         return made[0], made[1]
-    if len(out) != 2:
-        raise ShapeError(f"out has {len(out)} tensors, expected ({first[0]}, {second[0]})")
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        count = f" of {len(out)}" if isinstance(out, tuple | list) else ""
+        kind = type(out).__name__
+        raise ShapeError(f"out is a {kind}{count}, expected ({first[0]}, {second[0]})")
     for tensor, spec in zip(out, specs, strict=True):
         check_output(f"out {spec[0]}", tensor, spec[1], spec[2], x)
     refuse_overlap("out weight", out[0], x, out[1])
@@ -147,6 +164,8 @@ def check_output(
         raise DtypeError(f"{name} is {dtype_of(out)}, expected {dtype}")
     if tuple(out.shape) != shape:
         raise ShapeError(f"{name} has shape {tuple(out.shape)}, expected {shape}")
+    if out.requires_grad or out.is_neg():
+        raise DtypeError(f"{name} requires grad or is lazily negated; pass a plain buffer")
     if not out.is_contiguous():
         raise ShapeError(f"{name} is not contiguous (strides {out.stride()}); pass a dense one")
     check_device(name, out, source)

@@ -11,13 +11,15 @@ on standard output; numbers that are not finite become strings, and these keys a
 - quantize: tensors [{name, shape, quantized, reason, and if measured in this run amax,
   weight_scale_2, sqnr_db}], input_bytes, output_bytes, written, kept
 - convert: to, converted, copied, remarks {weight: text}, output_bytes, written, kept
-- diff: differences [{name, status, a, b, sqnr_db, explanation}]
+- diff: differences [{name, status, a, b, sqnr_db, explanation, members}]; status "values" is a
+  decoded weight, whose tensors are its members; explanation is the likely cause
 - explain: verdict, sqnr_db, explanations [{name, meaning, fix, detail, sqnr_after_db}], notes
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import sys
 from collections.abc import Sequence
@@ -106,11 +108,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Errors become one message, not a traceback."""
-    arguments = build_parser().parse_args(argv)
-    logging.basicConfig(format="nvfp4: %(message)s", level=logging.WARNING)
-    from . import cli_commands
-
+    arguments = argparse.Namespace(debug=False)
     try:
+        _write_anything()
+        arguments = build_parser().parse_args(argv)
+        logging.basicConfig(format="nvfp4: %(message)s", level=logging.WARNING)
+        from . import cli_commands
+
         return cli_commands.COMMANDS[arguments.command](arguments)
     except CodecError as error:
         if arguments.debug:
@@ -126,8 +130,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(f"interrupted{hint}")
 
 
+def _write_anything() -> None:
+    """A terminal that knows only ASCII gets escapes; work done is not lost over a character."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _failed(message: str) -> int:
-    sys.stderr.write(f"nvfp4: error: {message}\n")
+    """One line on standard error; control characters cannot reach the terminal."""
+    safe = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in message)
+    sys.stderr.write(f"nvfp4: error: {safe}\n")
     return BAD_INPUT
 
 

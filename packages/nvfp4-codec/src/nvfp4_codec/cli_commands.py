@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import math
-import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .cli import FINDINGS, OK
+from .cli_output import number, progress, say, say_grouped, say_json, show_table
 from .errors import CheckpointError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from .checkpoint import Checkpoint, Family
-    from .checkpoint.writer import Advance
 
 
 def inspect(arguments: Namespace) -> int:
     """``nvfp4 inspect``"""
     from .checkpoint import inspect_checkpoint, summarize
     from .checkpoint.plot import HEADS, cells_of, human, render
+    from .cli_page import check_page, write_page
 
     with _opened(arguments.input) as source, _opened(arguments.reference) as reference:
         assert source is not None
-        with _progress("inspect", _total(source)) as advance:
+        if arguments.plot is not None:
+            check_page(arguments.plot, source, reference)
+        with progress("inspect", _total(source)) as advance:
             stats = inspect_checkpoint(
                 source, reference, headers_only=arguments.headers_only, advance=advance
             )
@@ -36,19 +35,29 @@ def inspect(arguments: Namespace) -> int:
         total = _total(source)
         files = len(source.paths)
     if arguments.plot is not None:
-        arguments.plot.write_text(render(rows, arguments.input.name), encoding="utf-8")
+        write_page(arguments.plot, render(rows, arguments.input.name))
     if arguments.json:
         families = [row.to_json() for row in rows]
-        return _json({"files": files, "bytes": total, "families": families})
-    table = _table(f"{files} file(s), {human(total)}", HEADS, left=3)
-    for row in rows:
-        table.add_row(*cells_of(row))
-    _show(table)
+        say_json({"files": files, "bytes": total, "families": families})
+        return OK
+    dtype = HEADS.index("dtype")  # of a plain weight it is the format
+    cells = [cells_of(row) for row in rows]
+    for row in cells:
+        stored = row.pop(dtype)
+        row[dtype - 1] = stored if row[dtype - 1] == "plain" else row[dtype - 1]
+    heads = [head for head in HEADS if head != "dtype"]
+    show_table(
+        heads,
+        cells,
+        left=2,
+        title=f"{files} file(s), {human(total)}",
+        optional=("global", "scales", "size", "count"),
+    )
     problems = [problem for row in rows for problem in row.problems]
     for problem in problems:
-        _say(f"problem: {problem}")
+        say(f"problem: {problem}")
     if arguments.plot is not None:
-        _say(f"wrote {arguments.plot}")
+        say(f"wrote {arguments.plot}")
     return OK
 
 
@@ -58,7 +67,7 @@ def verify(arguments: Namespace) -> int:
 
     with _opened(arguments.input) as source, _opened(arguments.reference) as reference:
         assert source is not None
-        with _progress("verify", _total(source)) as advance:
+        with progress("verify", _total(source)) as advance:
             findings = verify_checkpoint(source, reference, advance=advance)
         families = find_families(source.tensors)
     kinds = [family.kind for family in families]
@@ -66,10 +75,13 @@ def verify(arguments: Namespace) -> int:
     unchecked = (
         []
         if reference is not None
-        else ["nibbles swapped in all weights alike", "a factor common to all weights"]
+        else [
+            "nibbles swapped in a weight that is not fused with others, or in all of them alike",
+            "a factor common to all weights",
+        ]
     )
     if arguments.json:
-        _json(
+        say_json(
             {
                 "findings": [finding.to_json() for finding in findings],
                 "checked": counts,
@@ -78,14 +90,14 @@ def verify(arguments: Namespace) -> int:
         )
         return FINDINGS if findings else OK
     for finding in findings:
-        _say(f"{finding.code} ({finding.confidence})  {finding.file}: {finding.tensor}")
-        _say(f"    found     {finding.found}")
-        _say(f"    expected  {finding.expected}")
-        _say(f"    fix       {finding.fix}")
+        say(f"{finding.code} ({finding.confidence})  {finding.file}: {finding.tensor}")
+        say(f"    found     {finding.found}")
+        say(f"    expected  {finding.expected}")
+        say(f"    fix       {finding.fix}")
     checked = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    _say(f"{len(findings)} findings in {len(families)} weights ({checked})")
+    say(f"{len(findings)} findings in {len(families)} weights ({checked})")
     if unchecked:
-        _say(f"not visible without --reference: {', '.join(unchecked)}")
+        say(f"not visible without --reference: {', '.join(unchecked)}")
     return FINDINGS if findings else OK
 
 
@@ -109,7 +121,7 @@ def quantize(arguments: Namespace) -> int:
         if arguments.dry_run:
             report = QuantizeReport(decisions, input_bytes=_total(source))
         else:
-            with _progress("quantize", planned_bytes(decisions)) as advance:
+            with progress("quantize", planned_bytes(decisions)) as advance:
                 report = quantize_checkpoint(
                     source, arguments.output, options, resume=arguments.resume, advance=advance
                 )
@@ -128,35 +140,38 @@ def _show_quantized(arguments: Namespace, report: Any, seconds: float) -> int:
                 "shape": list(d.family.shape),
                 "quantized": d.quantize,
                 "reason": d.reason,
-                **{k: _number(v) for k, v in report.measured.get(d.family.weight.name, {}).items()},
+                **{k: number(v) for k, v in report.measured.get(d.family.weight.name, {}).items()},
             }
             for d in report.decisions
         ]
-        return _json({"tensors": tensors, "input_bytes": report.input_bytes, **_written(outcome)})
-    heads = ["weight", "shape", "becomes", "amax", "weight_scale_2", "SQNR", "kept because"]
-    table = _table("", heads, left=1)
+        say_json({"tensors": tensors, "input_bytes": report.input_bytes, **_written(outcome)})
+        return OK
+    rows = []
     for decision in report.decisions:
-        name = decision.family.weight.name
-        measured = report.measured.get(name)
-        if measured is None and len(decision.family.shape) < 2 and not decision.quantize:
-            continue  # biases and norms would drown the table; --json has them
-        table.add_row(
-            shown(name),
-            "×".join(map(str, decision.family.shape)),
-            "NVFP4" if decision.quantize else decision.family.weight.dtype,
-            f"{measured['amax']:.4g}" if measured else "",
-            f"{measured['weight_scale_2']:.3e}" if measured else "",
-            f"{measured['sqnr_db']:.2f} dB" if measured else "",
-            decision.reason,
-        )
-    _show(table)
+        if decision.quantize:
+            weight, measured = decision.family, report.measured.get(decision.family.weight.name)
+            rows.append(
+                (
+                    shown(weight.module),
+                    "×".join(map(str, weight.shape)),
+                    f"{measured['amax']:.4g}" if measured else "",
+                    f"{measured['weight_scale_2']:.3e}" if measured else "",
+                    f"{measured['sqnr_db']:.2f}" if measured else "",
+                )
+            )
+    heads = ("weight to NVFP4", "shape", "amax", "scale_2", "SQNR dB")
+    show_table(heads, rows, left=1, optional=("scale_2", "amax"))
+    kept = [(d.family.weight.name, d.reason) for d in report.decisions if not d.quantize]
+    if kept:
+        say("kept as they are:")
+        say_grouped(kept)
     chosen = sum(decision.quantize for decision in report.decisions)
-    _say(f"{chosen} of {len(report.decisions)} tensors to NVFP4")
+    say(f"{chosen} of {len(report.decisions)} tensors to NVFP4")
     if outcome is not None:
         size = f"{human(report.input_bytes)} -> {human(outcome.nbytes)}" if outcome.nbytes else ""
-        _say(f"{size or 'nothing left to do'}, {seconds:.1f} s, {arguments.output}")
+        say(f"{size or 'nothing left to do'}, {seconds:.1f} s, {arguments.output}")
         if outcome.kept:
-            _say(f"kept {len(outcome.kept)} finished file(s) of the earlier run")
+            say(f"kept {len(outcome.kept)} finished file(s) of the earlier run")
     return OK
 
 
@@ -174,14 +189,15 @@ def convert(arguments: Namespace) -> int:
     started = time.monotonic()
     with _opened(arguments.input) as source:
         assert source is not None
-        with _progress("convert", _total(source)) as advance:
+        with progress("convert", _total(source)) as advance:
             report = convert_checkpoint(
                 source, arguments.output, options, resume=arguments.resume, advance=advance
             )
+    seconds = time.monotonic() - started
     outcome = report.outcome
     assert outcome is not None
     if arguments.json:
-        return _json(
+        say_json(
             {
                 "to": arguments.to,
                 "converted": [family.weight.name for family in report.converted],
@@ -190,10 +206,11 @@ def convert(arguments: Namespace) -> int:
                 **_written(outcome),
             }
         )
-    for name, remark in report.remarks.items():
-        _say(f"{name}: {remark}")
-    seconds = time.monotonic() - started
-    _say(
+        return OK
+    if report.remarks:
+        say("remarks:")
+        say_grouped(report.remarks.items())
+    say(
         f"{len(report.converted)} weights to {arguments.to}, {len(report.copied)} copied; "
         f"{outcome.nbytes / 1e6:.1f} MB in {len(outcome.written)} file(s), "
         f"{len(outcome.kept)} kept, {seconds:.1f} s, {arguments.output}"
@@ -219,27 +236,29 @@ def diff(arguments: Namespace) -> int:
     with _opened(arguments.a) as a, _opened(arguments.b) as b:
         assert a is not None
         assert b is not None
-        with _progress("diff", _total(a) + _total(b)) as advance:
+        with progress("diff", _total(a) + _total(b)) as advance:
             differences = diff_checkpoints(a, b, advance=advance)
     if arguments.json:
-        _json({"differences": [difference.to_json() for difference in differences]})
+        say_json({"differences": [difference.to_json() for difference in differences]})
         return FINDINGS if differences else OK
-    table = _table("", ["tensor", "differs in", "a", "b", "SQNR"], left=4)
-    for difference in differences:
-        quality = "" if difference.sqnr_db is None else f"{difference.sqnr_db:.1f} dB"
-        name = shown(difference.name)
-        table.add_row(name, difference.status, difference.a, difference.b, quality)
     if differences:
-        _show(table)
-    for difference in differences:
-        if difference.explanation:
-            _say(f"{shown(difference.name)}: {difference.explanation}")
-    _say(f"{len(differences)} differences")
+        rows = [(shown(d.name), d.text, _decibel(d.sqnr_db)) for d in differences]
+        show_table(("tensor", "a -> b", "SQNR dB"), rows, left=2)
+    causes = [(d.name, d.explanation) for d in differences if d.explanation]
+    if causes:
+        say("likely causes:")
+        say_grouped(causes)
+    say(f"{len(differences)} differences")
     return FINDINGS if differences else OK
+
+
+def _decibel(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
 
 
 def explain(arguments: Namespace) -> int:
     """``nvfp4 explain``"""
+    from .checkpoint.diff import rounding
     from .checkpoint.values import load_subject
     from .explain import explain_diff
 
@@ -249,18 +268,22 @@ def explain(arguments: Namespace) -> int:
         first = _family(trusted, arguments.tensor)
         second = _family(suspect, arguments.suspect_tensor or arguments.tensor)
         report = explain_diff(load_subject(trusted, first), load_subject(suspect, second))
+    if report.verdict == "unknown":
+        note = rounding(first, second, report.sqnr)
+        if note is not None:
+            report = replace(report, notes=(*report.notes, f"{note} ({report.sqnr:.1f} dB)"))
     if arguments.json:
-        _json(
+        say_json(
             {
                 "verdict": report.verdict,
-                "sqnr_db": _number(report.sqnr),
+                "sqnr_db": number(report.sqnr),
                 "explanations": [
                     {
                         "name": e.name,
                         "meaning": e.meaning,
                         "fix": e.fix,
                         "detail": e.detail,
-                        "sqnr_after_db": _number(e.sqnr_after),
+                        "sqnr_after_db": number(e.sqnr_after),
                     }
                     for e in report.explanations
                 ],
@@ -268,7 +291,7 @@ def explain(arguments: Namespace) -> int:
             }
         )
     else:
-        _say(str(report))
+        say(str(report))
     return OK if report.verdict == "identical" else FINDINGS
 
 
@@ -305,58 +328,3 @@ def _opened(path: Any) -> Iterator[Checkpoint | None]:
 
 def _total(checkpoint: Checkpoint) -> int:
     return sum(info.nbytes for info in checkpoint)
-
-
-@contextmanager
-def _progress(label: str, total: int) -> Iterator[Advance]:
-    """A bar on standard error if a person is looking, else nothing."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
-
-    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda count: bar.advance(task, count)
-
-
-def _table(title: str, heads: Sequence[str], left: int) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for i, head in enumerate(heads):
-        last = i == len(heads) - 1 and not head.startswith("SQNR")
-        table.add_column(
-            head,
-            justify="left" if i < left or last else "right",
-            overflow="fold",
-            no_wrap=not (i == 0 or last),
-        )
-    return table
-
-
-def _show(table: Table) -> None:
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:  # a pipe has no width; fold nothing
-        console = Console(markup=False, highlight=False, width=200)
-    console.print(table)
-
-
-def _say(text: str) -> None:
-    """A line of output; control characters cannot reach the terminal."""
-    safe = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
-    sys.stdout.write(safe + "\n")
-
-
-def _json(document: dict[str, Any]) -> int:
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
-    return OK
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .errors import DtypeError, LosslessError
+from .errors import CodecError, DtypeError, LosslessError
 
 Rounding = Literal["nearest_even", "ties_to_zero", "ties_away", "toward_zero", "away"]
 E8M0Mode = Literal["floor", "ceil", "nearest", "exact"]
@@ -71,7 +71,8 @@ E4M3_MIN_SUBNORMAL = 2.0**-9
 
 @cache
 def _table(fmt: ElementFormat) -> Tensor:
-    return torch.tensor([fmt.value(code) for code in range(2 * fmt.sign_bit)], dtype=torch.float32)
+    values = [fmt.value(code) for code in range(2 * fmt.sign_bit)]
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def encode_e4m3(
     its sign: 0x7F or 0xFF.
     """
     if overflow not in ("saturate", "nan"):
-        raise ValueError(f"overflow is {overflow!r}, expected 'saturate' or 'nan'")
+        raise CodecError(f"overflow is {overflow!r}, expected 'saturate' or 'nan'")
     magnitude, negative = _encode_magnitude(x, E4M3, rounding)
     too_large = E4M3.max_code if overflow == "saturate" else 0x7F
     magnitude = torch.where(magnitude > E4M3.max_code, too_large, magnitude)
@@ -157,7 +158,7 @@ def _encode_magnitude(x: Tensor, fmt: ElementFormat, rounding: Rounding) -> tupl
     elif rounding == "toward_zero":
         up = torch.zeros_like(negative)
     else:
-        raise ValueError(f"rounding is {rounding!r}, expected one of: {_names(Rounding)}")
+        raise CodecError(f"rounding is {rounding!r}, expected one of: {_names(Rounding)}")
     # A normal significand carries its implicit bit, which is exactly one exponent step.
     return ((target - smallest) << fmt.mantissa_bits) + kept + up.int(), negative
 
@@ -206,10 +207,10 @@ def fp32_to_e8m0(x: Tensor, mode: E8M0Mode = "exact") -> Tensor:
         # Subnormals: the tie between 2^-127 and 2^-126 is at 1.5 * 2^-127.
         up = torch.where(exponent == 0, mantissa >= 0x600000, mantissa >= 0x400000)
     else:
-        raise ValueError(f"mode is {mode!r}, expected one of: {_names(E8M0Mode)}")
+        raise CodecError(f"mode is {mode!r}, expected one of: {_names(E8M0Mode)}")
     byte = (exponent + up.int()).clamp(max=254)
     byte = torch.where(bits <= 0, 0, byte)  # zero, and every negative number
-    return torch.where(x.isnan() | (x == float("inf")), 255, byte).to(torch.uint8)
+    return torch.where(x.isnan() | x.isinf(), 255, byte).to(torch.uint8)
 
 
 def _names(choices: object) -> str:

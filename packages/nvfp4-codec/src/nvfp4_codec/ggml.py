@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .checks import linear_scale, packed_weight
 from .errors import DtypeError, NonFiniteError, ShapeError
-from .formats import as_bytes
 from .packing import pack_e2m1, unpack_e2m1
-from .tensors import GlobalScale, MXFP4Tensor, NVFP4Tensor
+from .tensors import GlobalScale, MXFP4Tensor, NVFP4Tensor, dtype_of, global_scale_value
 
 _MX_BLOCK, _MX_SCALES = 32, 1
 _NV_BLOCK, _NV_SCALES = 16, 4  # one record holds four NVFP4 blocks
@@ -32,17 +32,25 @@ def from_ggml_mxfp4(records: Tensor) -> MXFP4Tensor:
 
 
 def to_ggml_mxfp4(tensor: MXFP4Tensor) -> Tensor:
-    """Write GGML MXFP4 rows, uint8 ``[..., K / 32 * 17]``."""
-    codes = linear_to_ggml(tensor.weight, _MX_BLOCK)
-    return _join_records(as_bytes(tensor.weight_scale), codes, _MX_SCALES, _MX_BLOCK)
+    """Write GGML MXFP4 rows, uint8 ``[..., K / 32 * 17]``.
+
+    Raises DtypeError unless tensor is an MXFP4Tensor with float8_e8m0fnu or uint8 scales,
+    ShapeError if they do not fit the weights, LayoutError for a SwizzledScale.
+    """
+    if not isinstance(tensor, MXFP4Tensor):
+        raise DtypeError(f"tensor is a {type(tensor).__name__}, expected an MXFP4Tensor")
+    dtypes = (torch.float8_e8m0fnu, torch.uint8)
+    return _join_records(tensor.weight, tensor.weight_scale, dtypes, _MX_SCALES, _MX_BLOCK)
 
 
 def from_ggml_nvfp4(records: Tensor, weight_scale_2: GlobalScale) -> NVFP4Tensor:
     """Read GGML NVFP4 rows, uint8 ``[..., K / 64 * 36]``, and the tensor's global scale.
 
     Raises NonFiniteError for scale bytes 0x7F and above: GGML reads 0x7F as zero and ignores
-    the sign bit, everyone else reads NaN and a negative number.
+    the sign bit, everyone else reads NaN and a negative number; DtypeError or ShapeError if
+    weight_scale_2 is no float32 tensor of one element and no Divisor.
     """
+    global_scale_value(weight_scale_2)  # for its checks
     scale, codes = _split_records(records, _NV_SCALES, _NV_BLOCK)
     num_odd = int((scale >= 0x7F).sum())
     if num_odd:
@@ -55,9 +63,16 @@ def from_ggml_nvfp4(records: Tensor, weight_scale_2: GlobalScale) -> NVFP4Tensor
 
 
 def to_ggml_nvfp4(tensor: NVFP4Tensor) -> tuple[Tensor, GlobalScale]:
-    """Write GGML NVFP4 rows, uint8 ``[..., K / 64 * 36]``; the global scale is stored apart."""
-    codes = linear_to_ggml(tensor.weight, _NV_BLOCK)
-    records = _join_records(as_bytes(tensor.weight_scale), codes, _NV_SCALES, _NV_BLOCK)
+    """Write GGML NVFP4 rows, uint8 ``[..., K / 64 * 36]``; the global scale is stored apart.
+
+    K is the stored one, padding included. Raises DtypeError unless tensor is an NVFP4Tensor with
+    float8_e4m3fn scales, ShapeError if they do not fit the weights or K is no multiple of 64,
+    LayoutError for a SwizzledScale.
+    """
+    if not isinstance(tensor, NVFP4Tensor):
+        raise DtypeError(f"tensor is a {type(tensor).__name__}, expected an NVFP4Tensor")
+    dtypes = (torch.float8_e4m3fn,)
+    records = _join_records(tensor.weight, tensor.weight_scale, dtypes, _NV_SCALES, _NV_BLOCK)
     return records, tensor.weight_scale_2
 
 
@@ -75,34 +90,48 @@ def linear_to_ggml(weight: Tensor, block_size: int) -> Tensor:
 
 
 def _code_blocks(weight: Tensor, block_size: int) -> Tensor:
-    weight = as_bytes(weight).contiguous()
-    if weight.ndim == 0 or weight.shape[-1] % (block_size // 2):
+    weight = packed_weight(weight)
+    block_bytes = block_size // 2
+    if weight.shape[-1] % block_bytes:
         raise ShapeError(
             f"weight has shape {tuple(weight.shape)}, expected [..., K/2] with K a multiple of "
             f"{block_size}"
         )
-    return weight.view(*weight.shape[:-1], -1, block_size // 2)
+    # Sizes are spelled out here and below: -1 is ambiguous where there are no rows.
+    return weight.view(*weight.shape[:-1], weight.shape[-1] // block_bytes, block_bytes)
 
 
 def _split_records(records: Tensor, num_scales: int, block_size: int) -> tuple[Tensor, Tensor]:
     size = num_scales * (1 + block_size // 2)
-    if records.dtype != torch.uint8:
-        raise DtypeError(f"records are {records.dtype}, expected torch.uint8")
+    if dtype_of(records) != torch.uint8:
+        raise DtypeError(f"records are {dtype_of(records)}, expected torch.uint8")
     if records.ndim == 0 or records.shape[-1] % size:
         raise ShapeError(
             f"records have shape {tuple(records.shape)}, expected rows of {size}-byte records"
         )
-    grid = records.reshape(*records.shape[:-1], -1, size)
+    grid = records.reshape(*records.shape[:-1], records.shape[-1] // size, size)
     return grid[..., :num_scales].flatten(-2), grid[..., num_scales:].flatten(-2)
 
 
-def _join_records(scale: Tensor, codes: Tensor, num_scales: int, block_size: int) -> Tensor:
-    expected = (*codes.shape[:-1], 2 * codes.shape[-1] // block_size)
-    if tuple(scale.shape) != expected or expected[-1] % num_scales:
+def _join_records(
+    weight: Tensor,
+    weight_scale: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    num_scales: int,
+    block_size: int,
+) -> Tensor:
+    codes = linear_to_ggml(weight, block_size)
+    num_blocks = 2 * codes.shape[-1] // block_size
+    if num_blocks % num_scales:
         raise ShapeError(
-            f"weight_scale has shape {tuple(scale.shape)}, expected {expected} with a last "
-            f"dimension that is a multiple of {num_scales}"
+            f"weight has shape {tuple(weight.shape)}, {num_blocks} blocks of {block_size} per "
+            f"row, expected a multiple of {num_scales} blocks (K a multiple of "
+            f"{num_scales * block_size})"
         )
-    scales = scale.reshape(*scale.shape[:-1], -1, num_scales)
-    grid = codes.view(*scales.shape[:-1], -1)
-    return torch.cat((scales, grid), dim=-1).flatten(-2)
+    scale = linear_scale(weight_scale, dtypes, (*codes.shape[:-1], num_blocks), 0)
+    grid_shape = (*codes.shape[:-1], num_blocks // num_scales)
+    record = (
+        scale.view(*grid_shape, num_scales),
+        codes.view(*grid_shape, num_scales * block_size // 2),
+    )
+    return torch.cat(record, dim=-1).flatten(-2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .backends import BackendName
+from .backends import BackendName, warn_once
 from .checks import (
     NonFinitePolicy,
     as_rows,
@@ -17,6 +17,8 @@ from .checks import (
     check_choice,
     check_device,
     check_finite,
+    dense,
+    fit_block,
     float_output,
     linear_scale,
     num_blocks,
@@ -75,10 +77,10 @@ def quantize_nvfp4(
     amax, num_nonfinite = kernels.amax(rows)
     check_finite(num_nonfinite, x, nonfinite)
     if weight_scale_2 is None:
-        typed_amax = torch.tensor(amax, dtype=x.dtype)
+        typed_amax = torch.tensor(amax, dtype=x.dtype, device="cpu")
         value, _ = global_scale_value(rules.global_scale(typed_amax))
         if amax == 0.0 or not 0.0 < value < float("inf"):
-            if zero_amax == "error":
+            if zero_amax == "error" and x.numel():
                 raise ZeroAmaxError(
                     f"x has the amax {amax:g}, too small for a global scale; skip this "
                     "tensor, or pass zero_amax='one' to store it with scale one"
@@ -117,10 +119,14 @@ def dequantize_nvfp4(
 ) -> Tensor:
     """Dequantize NVFP4: ``e2m1 * float32(weight_scale * weight_scale_2)``, rounded to dtype.
 
-    weight: uint8 ``[..., K/2]``, low nibble first. weight_scale: float8_e4m3fn
-    ``[..., K/16]``, linear (a swizzled one is refused). weight_scale_2: float32 tensor of
-    one element, or a Divisor. dtype: bfloat16, float16 or float32. Code 8 gives -0.0; a
-    NaN scale byte gives NaN. Returns ``[..., K]`` (``out`` if given).
+    weight: uint8 ``[..., K/2]``, low nibble first.
+    weight_scale: float8_e4m3fn ``[..., K/16]``, linear. A SwizzledScale, a 1-D or a padded
+        tensor is refused; a bare swizzled one of the same shape cannot be told apart here.
+    weight_scale_2: float32 tensor of one element, or a Divisor; ScaleError unless positive
+        and finite. A multiplier above 1 is logged once at WARNING: it is usually a divisor.
+    dtype: bfloat16, float16 or float32.
+
+    Code 8 gives -0.0; a NaN scale byte gives NaN. Returns ``[..., K]`` (``out`` if given).
     """
     weight = packed_weight(weight)
     k = 2 * weight.shape[-1]
@@ -129,6 +135,13 @@ def dequantize_nvfp4(
     )
     check_device("weight_scale", scale, weight)
     value, divides = global_scale_value(weight_scale_2)
+    if not 0.0 < value < float("inf"):
+        raise ScaleError(f"weight_scale_2 is {value:g}, expected a positive finite number")
+    if value > 1.0 and not divides:
+        warn_once(
+            f"weight_scale_2 is {value:g}, far above any weight's multiplier; if this is "
+            "compressed-tensors' weight_global_scale, wrap it in Divisor"
+        )
     kernels = backends.select("dequantize_nvfp4", weight.device, backend)
     out = float_output(out, (*weight.shape[:-1], k), dtype, weight, scale)
     kernels.dequantize_nvfp4(as_rows(weight), as_rows(scale), value, divides, as_rows(out))
@@ -153,7 +166,7 @@ def quantize_mxfp4(
     nonfinite, out, backend: as in quantize_nvfp4.
     """
     check_choice("scale_mode", scale_mode, MXScaleMode)
-    x, _ = blocked_input(x, MX_BLOCK_SIZE, pad=False)
+    x, _ = blocked_input(x, MX_BLOCK_SIZE)
     kernels = backends.select("quantize_mxfp4", x.device, backend)
     rows = as_rows(x)
     _, num_nonfinite = kernels.amax(rows)
@@ -220,7 +233,7 @@ def quantize_fp8_block(
     """
     check_block(block)
     check_choice("scale_fmt", scale_fmt, ScaleFormat)
-    x, _ = blocked_input(x, 1, pad=False)
+    x, _ = blocked_input(x, 1)
     if x.ndim != 2:
         raise ShapeError(f"x has shape {tuple(x.shape)}, expected a matrix [N, K]")
     kernels = backends.select("quantize_fp8_block", x.device, backend)
@@ -235,7 +248,7 @@ def quantize_fp8_block(
     )
     raw = scale if scale_fmt == "fp32" else as_bytes(scale)
     kernels.quantize_fp8_block(
-        x, block, scale_fmt == "ue8m0", num_nonfinite > 0, as_bytes(weight), raw
+        x, fit_block(block, x.shape), scale_fmt == "ue8m0", num_nonfinite > 0, as_bytes(weight), raw
     )
     return FP8BlockTensor(weight, scale, block)
 
@@ -260,14 +273,14 @@ def dequantize_fp8_block(
         raise DtypeError(f"weight is {dtype_of(weight)}, expected torch.float8_e4m3fn")
     if weight.ndim != 2:
         raise ShapeError(f"weight has shape {tuple(weight.shape)}, expected a matrix [N, K]")
-    weight = weight.detach().contiguous()
+    weight = dense("weight", weight)
     if dtype_of(weight_scale) not in (torch.float8_e8m0fnu, torch.float32):
         raise DtypeError(
             f"weight_scale is {dtype_of(weight_scale)}, expected torch.float32 or "
             "torch.float8_e8m0fnu (view raw E8M0 bytes as float8_e8m0fnu)"
         )
-    check_device("weight_scale", weight_scale, weight)
-    scale = weight_scale.detach().contiguous()
+    scale = dense("weight_scale", weight_scale)
+    check_device("weight_scale", scale, weight)
     if scale.dtype == torch.float8_e8m0fnu:
         scale = e8m0_to_fp32(scale)
     expected = num_blocks(weight.shape, block)
@@ -278,14 +291,14 @@ def dequantize_fp8_block(
         )
     kernels = backends.select("dequantize_fp8_block", weight.device, backend)
     out = float_output(out, tuple(weight.shape), dtype, weight, weight_scale)
-    kernels.dequantize_fp8_block(as_bytes(weight), scale, block, out)
+    kernels.dequantize_fp8_block(as_bytes(weight), scale, fit_block(block, weight.shape), out)
     return out
 
 
 def _given_scale(weight_scale_2: GlobalScale, rules: Profile) -> float:
     """The value of a caller's global scale, after checking its direction and its range."""
     value, divides = global_scale_value(weight_scale_2)
-    expected = rules.typed_scale(torch.ones(()))
+    expected = rules.typed_scale(torch.ones((), dtype=torch.float32, device="cpu"))
     if divides != isinstance(expected, Divisor):
         raise DtypeError(
             f"profile {rules.name!r} works with a {type(expected).__name__}, weight_scale_2 is "

@@ -59,7 +59,7 @@ def quantize_nvfp4(
     saturate: the input may hold non-finite values: they do not count for the block's amax,
     Inf becomes the block's largest code and NaN becomes code 0.
     """
-    scale_2 = profile.typed_scale(torch.full((), global_scale, device=x.device))
+    scale_2 = profile.typed_scale(_fp32(global_scale, x))
     for rows in _row_chunks(x):
         chunk = x[rows]
         blocks = chunk.view(chunk.shape[0], -1, BLOCK_SIZE)
@@ -77,7 +77,7 @@ def dequantize_nvfp4(
     weight: Tensor, weight_scale: Tensor, global_scale: float, divide: bool, out: Tensor
 ) -> None:
     """``out = e2m1 * float32(weight_scale * global_scale)``, or ``/ global_scale`` with divide."""
-    scale_2 = torch.full((), global_scale, device=weight.device)
+    scale_2 = _fp32(global_scale, weight)
     for rows in _row_chunks(out):
         scale = decode_e4m3(weight_scale[rows])
         scale = scale / scale_2 if divide else scale * scale_2
@@ -201,6 +201,11 @@ def _replace_nonfinite(codes: Tensor, x: Tensor, max_code: int, sign_bit: int) -
 def _dequantize_e2m1(weight: Tensor, scale: Tensor, block_size: int, out: Tensor) -> None:
     values = decode_e2m1(unpack_e2m1(weight)).view(*scale.shape, block_size)
     _store((values * scale.unsqueeze(-1)).view(out.shape), out)
+
+
+def _fp32(value: float, like: Tensor) -> Tensor:
+    # Explicit dtype and device: loaders change torch's defaults while they run.
+    return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
 def _rectangle_amax(magnitude: Tensor, block: tuple[int, int]) -> Tensor:

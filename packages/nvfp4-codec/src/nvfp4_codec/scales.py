@@ -197,7 +197,7 @@ def get_profile(name: str) -> Profile:
     """Look a profile up by name; CodecError lists the names there are."""
     try:
         return PROFILES[name]
-    except KeyError:
+    except (KeyError, TypeError):
         known = ", ".join(PROFILES)
         raise CodecError(f"profile is {name!r}, expected one of: {known}") from None
 

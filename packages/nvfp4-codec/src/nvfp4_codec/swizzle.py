@@ -5,6 +5,11 @@ what checkpoints store and what every decoder here takes. A rearranged one has t
 and often the same shape, and decodes to plausible garbage. So it is wrapped in SwizzledScale,
 which no decoder accepts. A stack (leading dimensions) is rearranged matrix by matrix.
 
+What is refused where linear scales are expected: a SwizzledScale, a 1-D tensor, and (where
+the shape of the weights is known) a padded shape. What cannot be: a bare tensor whose shape
+is a multiple of 128 x 4, such as ``SwizzledScale.data``. Nothing in it tells that its bytes were
+rearranged; only statistics do (``nvfp4 verify``, explain_diff).
+
 Layouts, with r the row (N) and c the scale column (K / block size):
 
 "tile_128x4" (cuBLAS and CUTLASS block scaling): rows padded to 128, columns to 4; with
@@ -23,13 +28,14 @@ Sources: cuBLAS documentation, "1D block scaling factors layout"; CUTLASS
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from .errors import DtypeError, LayoutError, ShapeError
-from .formats import as_bytes, fp32_to_e8m0
+from .errors import DtypeError, LayoutError, LosslessError, ShapeError
+from .formats import as_bytes, e8m0_to_fp32, fp32_to_e8m0
+from .tensors import dtype_of
 
 ScaleLayout = Literal["tile_128x4", "mn_major", "utccp"]
 
@@ -46,7 +52,8 @@ class SwizzledScale:
         ``[..., rows, ceil(cols / 4)]`` for "mn_major" and "utccp".
     rows, cols: the linear shape of one matrix, without padding.
     dtype: of one scale, a one-byte dtype such as float8_e4m3fn.
-    Raises LayoutError if data has another shape or dtype.
+    Raises LayoutError for an unknown layout, a negative size, a dtype of more than one byte, or
+    data of another shape or dtype.
     """
 
     data: Tensor
@@ -56,6 +63,12 @@ class SwizzledScale:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
+        _check_layout(self.layout)
+        _check_size(self.rows, self.cols)
+        if not isinstance(self.dtype, torch.dtype) or self.dtype.itemsize != 1:
+            raise LayoutError(f"dtype is {self.dtype}, expected a one-byte torch.dtype")
+        if not isinstance(self.data, Tensor):
+            raise LayoutError(f"data is a {type(self.data).__name__}, expected a tensor")
         if self.layout == "tile_128x4":
             expected = (_align(self.rows, _TILE_ROWS), _align(self.cols, _TILE_COLS))
             dtype = self.dtype
@@ -71,7 +84,13 @@ class SwizzledScale:
 
     @classmethod
     def wrap(cls, data: Tensor, rows: int, cols: int) -> SwizzledScale:
-        """Declare that another program's tensor of any shape holds one "tile_128x4" matrix."""
+        """Declare that another program's tensor of any shape holds one "tile_128x4" matrix.
+
+        Raises LayoutError if its size is not that of the padded matrix, or its dtype not one byte.
+        """
+        _check_size(rows, cols)
+        if not isinstance(data, Tensor):
+            raise LayoutError(f"data is a {type(data).__name__}, expected a tensor")
         padded = (_align(rows, _TILE_ROWS), _align(cols, _TILE_COLS))
         if data.numel() != padded[0] * padded[1]:
             raise LayoutError(
@@ -84,9 +103,13 @@ class SwizzledScale:
 def swizzle_blockscale(scale: Tensor, layout: ScaleLayout = "tile_128x4") -> SwizzledScale:
     """Rearrange linear scales ``[..., rows, cols]`` (any one-byte dtype); padding is zero bytes.
 
-    Raises ShapeError for a 1-D tensor, and for "utccp" if rows is no multiple of 128;
-    DtypeError for scales that are not one byte each.
+    Raises LayoutError for a SwizzledScale or an unknown layout; ShapeError for a 1-D tensor, and
+    for "utccp" if rows is no multiple of 128; DtypeError for scales that are not one byte each.
+    A bare tensor that is swizzled already (``swizzled.data``, or another program's in 2-D) looks
+    like a linear one and is swizzled a second time: keep it in a SwizzledScale. ``nvfp4 verify``
+    and explain_diff find such scales by their statistics.
     """
+    _check_layout(layout)
     if not isinstance(scale, Tensor):
         raise LayoutError(f"scale is a {type(scale).__name__}, expected a linear scale tensor")
     if scale.ndim < 2:
@@ -100,10 +123,8 @@ def swizzle_blockscale(scale: Tensor, layout: ScaleLayout = "tile_128x4") -> Swi
         data = _tile(raw).view(scale.dtype)
     elif layout == "mn_major":
         data = _pack_words(raw)
-    elif layout == "utccp":
-        data = to_utccp_order(_pack_words(raw))
     else:
-        raise LayoutError(f"layout is {layout!r}, expected one of {ScaleLayout}")
+        data = to_utccp_order(_pack_words(raw))
     return SwizzledScale(data, rows, cols, layout, scale.dtype)
 
 
@@ -134,10 +155,18 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(scale: Tensor) -> Tensor:
     of two. Raises LosslessError for any other float32: keeping only its exponent would change
     the weights by up to a factor of two; quantize them again with scale_fmt="ue8m0".
     """
-    if scale.dtype == torch.float32:
-        scale = fp32_to_e8m0(scale, "exact")
-    elif scale.dtype not in (torch.float8_e8m0fnu, torch.uint8):
-        raise DtypeError(f"scale is {scale.dtype}, expected float8_e8m0fnu, uint8 or float32")
+    if dtype_of(scale) == torch.float32:
+        exponents = fp32_to_e8m0(scale, "floor")
+        inexact = scale[e8m0_to_fp32(exponents) != scale]
+        if inexact.numel():
+            raise LosslessError(
+                f"{inexact.numel()} of {scale.numel()} scales are no powers of two in "
+                f"2^-127..2^127 (one is {inexact[0].item()!r}), expected only such; requantize the "
+                "weights to power-of-two scales: quantize_fp8_block(scale_fmt='ue8m0')"
+            )
+        scale = exponents
+    elif dtype_of(scale) not in (torch.float8_e8m0fnu, torch.uint8):
+        raise DtypeError(f"scale is {dtype_of(scale)}, expected float8_e8m0fnu, uint8 or float32")
     return swizzle_blockscale(scale, "mn_major").data
 
 
@@ -146,8 +175,8 @@ def get_mn_major_tma_aligned_packed_ue4m3_tensor(scale: Tensor) -> Tensor:
 
     scale: float8_e4m3fn or its bytes as uint8, ``[..., mn, k]``.
     """
-    if scale.dtype not in (torch.float8_e4m3fn, torch.uint8):
-        raise DtypeError(f"scale is {scale.dtype}, expected float8_e4m3fn or uint8")
+    if dtype_of(scale) not in (torch.float8_e4m3fn, torch.uint8):
+        raise DtypeError(f"scale is {dtype_of(scale)}, expected float8_e4m3fn or uint8")
     return swizzle_blockscale(scale, "mn_major").data
 
 
@@ -162,8 +191,8 @@ def from_utccp_order(words: Tensor) -> Tensor:
 
 
 def _permute_rows(words: Tensor, outer: int, inner: int) -> Tensor:
-    if words.dtype != torch.int32:
-        raise DtypeError(f"words are {words.dtype}, expected packed scales as int32")
+    if dtype_of(words) != torch.int32:
+        raise DtypeError(f"words are {dtype_of(words)}, expected packed scales as int32")
     if words.ndim < 2 or words.shape[-2] % _TILE_ROWS:
         raise ShapeError(
             f"words have shape {tuple(words.shape)}, expected [..., mn, w] with mn a multiple "
@@ -202,6 +231,18 @@ def _pack_words(raw: Tensor) -> Tensor:
     memory[..., :rows, :] = padded.view(*batch, rows, num_words, _WORD).transpose(-3, -2)
     # Little-endian, like every machine that torch and CUDA run on: byte 0 is the low one.
     return memory.view(torch.int32).squeeze(-1).mT[..., :rows, :]
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in get_args(ScaleLayout):
+        raise LayoutError(
+            f"layout is {layout!r}, expected one of: {', '.join(get_args(ScaleLayout))}"
+        )
+
+
+def _check_size(rows: int, cols: int) -> None:
+    if not (isinstance(rows, int) and isinstance(cols, int) and rows >= 0 and cols >= 0):
+        raise LayoutError(f"rows and cols are {rows!r} and {cols!r}, expected integers from 0 on")
 
 
 def _align(size: int, multiple: int) -> int:

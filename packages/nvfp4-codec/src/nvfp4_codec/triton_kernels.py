@@ -70,7 +70,7 @@ def amax(x: Tensor) -> tuple[float, int]:
     bits, num_nonfinite = start_amax(x).tolist()
     if bits >= _INFINITY[x.dtype]:
         bits, num_nonfinite = start_amax(x, count_nonfinite=True).tolist()
-    return float(torch.tensor(bits, dtype=integer).view(x.dtype)), num_nonfinite
+    return float(torch.tensor(bits, dtype=integer, device="cpu").view(x.dtype)), num_nonfinite
 
 
 def start_amax(x: Tensor, count_nonfinite: bool = False) -> Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_codec import DtypeError
+from nvfp4_codec import CodecError, DtypeError
 from nvfp4_codec.formats import (
     E2M1,
     E4M3,
@@ -245,7 +245,7 @@ def test_decoders_refuse_other_dtypes() -> None:
 
 def test_unknown_options_are_refused() -> None:
     x = torch.ones(1)
-    with pytest.raises(ValueError, match="nearest_even"):
+    with pytest.raises(CodecError, match="nearest_even"):
         encode_e2m1(x, rounding="up")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="saturate"):
+    with pytest.raises(CodecError, match="saturate"):
         encode_e4m3(x, overflow="inf")  # type: ignore[arg-type]

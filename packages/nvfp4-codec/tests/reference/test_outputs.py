@@ -45,7 +45,7 @@ def test_outputs_are_written_and_returned(codec: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("out", "error", "message"),
     [
-        pytest.param(lambda: (u8(2, 32),), ShapeError, "out has 1 tensors", id="one"),
+        pytest.param(lambda: (u8(2, 32),), ShapeError, "out is a tuple of 1, expected", id="one"),
         pytest.param(
             lambda: (u8(2, 32).view(torch.int8), scale()),
             DtypeError,

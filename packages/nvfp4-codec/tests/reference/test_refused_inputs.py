@@ -157,8 +157,10 @@ def test_dequantizer_types(codec: Any, name: str) -> None:
         dequantize(weight.view(torch.int16), *scales)
     with pytest.raises(DtypeError, match=r"dtype is torch\.float64"):
         dequantize(weight, *scales, dtype=torch.float64)
-    with pytest.raises(ShapeError, match="weight_scale is on meta, expected cpu"):
+    with pytest.raises(DtypeError, match="weight_scale is a meta tensor"):
         dequantize(weight, scales[0].to("meta"), *scales[1:])
+    with pytest.raises(DtypeError, match="weight is a meta tensor"):
+        dequantize(weight.to("meta"), *scales)
 
 
 @pytest.mark.parametrize("name", DEQUANTIZERS[:2])
