@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent
 CODEC = "./packages/nvfp4-codec"
 # Members whose code is not there yet: installed without their requirements (vllm alone is 9 GB).
 OTHERS = ("modelopt-v4-patches", "vllm-dsv4", "megamoe-kernel")
+OTHERS_EDITABLE = tuple(f"--editable=./packages/{name}" for name in OTHERS)
 
 
 def install(session: nox.Session, *arguments: str) -> None:
@@ -30,8 +31,7 @@ def install(session: nox.Session, *arguments: str) -> None:
 def install_workspace(session: nox.Session, *arguments: str) -> None:
     """Install the codec, its native extension built from source, and the other members."""
     install(session, CODEC, *arguments)
-    editable = [f"--editable=./packages/{name}" for name in OTHERS]
-    install(session, "--no-deps", *editable)
+    install(session, "--no-deps", *OTHERS_EDITABLE)
 
 
 def run_pytest(session: nox.Session, *arguments: str) -> None:
@@ -83,7 +83,11 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The CPU benchmarks, as JSON. `bench -- NAME ARGUMENTS...` runs one of them."""
+    """The CPU benchmarks: a table from cpu.py, JSON from convert.py.
+
+    `bench -- NAME ARGUMENTS...` runs one: `bench -- cpu --json cpu.json`, and on a machine with a
+    GPU `bench -- gpu --out gpu.json`.
+    """
     install_workspace(session, "--group=test")
     name, *arguments = session.posargs or [""]
     for benchmark in [name] if name else ["cpu", "convert"]:
@@ -121,11 +125,13 @@ def constraints(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def develop(session: nox.Session) -> None:
-    """Make .venv for daily work: the codec editable, with all linters and test peers."""
+    """Make .venv for daily work: all packages editable, all linters and test peers, pre-commit."""
     if not (ROOT / ".venv").exists():
         session.run("uv", "venv", ".venv")
-    session.run(
+    pip = (
         *("uv", "pip", "install", "--python=.venv/bin/python"),
         *("--constraints=constraints.txt", "--build-constraints=constraints.txt"),
-        *(f"--editable={CODEC}", "--group=test", "--group=lint", "--group=typecheck"),
     )
+    groups = [f"--group={name}" for name in ("test", "lint", "typecheck", "hooks")]
+    session.run(*pip, f"--editable={CODEC}", *groups)
+    session.run(*pip, "--no-deps", *OTHERS_EDITABLE)

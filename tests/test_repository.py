@@ -84,6 +84,9 @@ def test_every_public_name_of_the_codec_is_in_the_reference() -> None:
     modules = {"checkpoint", "formats", "scales"}
     assert sorted(set(documented) - modules) == sorted(nvfp4_codec.__all__)
     assert len(documented) == len(set(documented))
+    schemas = re.findall(r"^::: nvfp4_codec\.schemas\.(\w+)$", pages, re.M)
+    packages = ROOT.glob("packages/nvfp4-codec/src/nvfp4_codec/schemas/*/__init__.py")
+    assert sorted(schemas) == sorted(path.parent.name for path in packages)
 
 
 # Written in pieces, so that this file does not find itself.

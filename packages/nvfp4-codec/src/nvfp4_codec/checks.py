@@ -134,15 +134,21 @@ def outputs(
     if out is None:
         made = [torch.empty(shape, dtype=dtype, device=x.device) for _, shape, dtype in specs]
         return made[0], made[1]
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        count = f" of {len(out)}" if isinstance(out, tuple | list) else ""
-        kind = type(out).__name__
-        raise ShapeError(f"out is a {kind}{count}, expected ({first[0]}, {second[0]})")
+    _check_pair(out, f"({first[0]}, {second[0]})")
     for tensor, spec in zip(out, specs, strict=True):
         check_output(f"out {spec[0]}", tensor, spec[1], spec[2], x)
     refuse_overlap("out weight", out[0], x, out[1])
     refuse_overlap("out weight_scale", out[1], x)
     return out
+
+
+def _check_pair(out: object, expected: str) -> None:
+    found = type(out).__name__
+    if isinstance(out, tuple | list):
+        if len(out) == 2:
+            return
+        found += f" of {len(out)}"
+    raise ShapeError(f"out is a {found}, expected {expected}")
 
 
 def float_output(

@@ -11,6 +11,7 @@ on standard output; numbers that are not finite become strings, and these keys a
 - quantize: tensors [{name, shape, quantized, reason, and if measured in this run amax,
   weight_scale_2, sqnr_db}], input_bytes, output_bytes, written, kept
 - convert: to, converted, copied, remarks {weight: text}, output_bytes, written, kept
+- both: complete_unchecked (--resume found a complete output, made from whatever input)
 - diff: differences [{name, status, a, b, sqnr_db, explanation, members}]; status "values" is a
   decoded weight, whose tensors are its members; explanation is the likely cause
 - explain: verdict, sqnr_db, explanations [{name, meaning, fix, detail, sqnr_after_db}], notes

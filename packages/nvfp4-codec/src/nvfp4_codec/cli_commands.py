@@ -76,7 +76,7 @@ def verify(arguments: Namespace) -> int:
         []
         if reference is not None
         else [
-            "nibbles swapped in a weight that is not fused with others, or in all of them alike",
+            "nibbles swapped in an unfused weight or in all weights alike",
             "a factor common to all weights",
         ]
     )
@@ -104,7 +104,7 @@ def verify(arguments: Namespace) -> int:
 def quantize(arguments: Namespace) -> int:
     """``nvfp4 quantize``"""
     from .checkpoint import QuantizeOptions, find_families, quantize_checkpoint
-    from .checkpoint.quantize import QuantizeReport, decide, planned_bytes
+    from .checkpoint.quantize import QuantizeReport, decide, planned_work
 
     options = QuantizeOptions(
         include=tuple(arguments.include),
@@ -121,7 +121,7 @@ def quantize(arguments: Namespace) -> int:
         if arguments.dry_run:
             report = QuantizeReport(decisions, input_bytes=_total(source))
         else:
-            with progress("quantize", planned_bytes(decisions)) as advance:
+            with progress("quantize", planned_work(decisions)) as advance:
                 report = quantize_checkpoint(
                     source, arguments.output, options, resume=arguments.resume, advance=advance
                 )
@@ -225,6 +225,7 @@ def _written(outcome: Any) -> dict[str, Any]:
         "written": list(outcome.written),
         "kept": list(outcome.kept),
         "output_bytes": outcome.nbytes,
+        "complete_unchecked": outcome.complete_unchecked,
     }
 
 

@@ -41,7 +41,9 @@ def show_table(
 
     if console is None:
         console = _console()
-    names, prefix = _without_prefix([row[0] for row in rows])
+    names, prefix = [row[0] for row in rows], ""
+    if console.width < _PIPE_WIDTH:
+        names, prefix = _without_prefix(names)
     if prefix:
         title = f"{title}, names below {prefix}" if title else f"names below {prefix}"
     cells = [[name, *row[1:]] for name, row in zip(names, rows, strict=True)]
@@ -50,18 +52,11 @@ def show_table(
     least = min(widths[0], _LEAST_NAME)
     left_out = []
     for head in optional:
-        needed = least + sum(widths[i] + 2 for i in columns[1:]) + 2
-        if needed <= console.width or heads.index(head) not in columns:
-            continue
-        columns.remove(heads.index(head))
-        left_out.append(head)
-    table = Table(
-        title=title or None,
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+        if heads.index(head) in columns and _room(widths, columns, console.width) < least:
+            columns.remove(heads.index(head))
+            left_out.append(head)
+    room = max(least, _room(widths, columns, console.width))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for i in columns:
         table.add_column(
             heads[i],
@@ -71,10 +66,27 @@ def show_table(
             min_width=least if i == 0 else None,
         )
     for row in cells:
-        table.add_row(*(row[i] for i in columns))
+        table.add_row(_folded(row[0], room), *(row[i] for i in columns[1:]))
+    if title:
+        console.print(title, soft_wrap=True)
     console.print(table)
     if left_out:
         say(f"left out at {console.width} columns: {', '.join(left_out)}; --json has them")
+
+
+def _room(widths: Sequence[int], columns: Sequence[int], width: int) -> int:
+    """What the other columns, two characters apart, leave for names."""
+    return width - 2 - sum(widths[i] + 2 for i in columns[1:])
+
+
+def _folded(name: str, room: int) -> str:
+    """The name in lines of at most ``room`` characters, cut after a dot if there is one."""
+    lines = []
+    while len(name) > room:
+        cut = name.rfind(".", room // 2, room) + 1 or room
+        lines.append(name[:cut])
+        name = name[cut:]
+    return "\n".join([*lines, name])
 
 
 def _console() -> Console:
@@ -108,6 +120,10 @@ def say_grouped(texts: Iterable[tuple[str, str]]) -> None:
     for name, text in texts:
         groups.setdefault(text, []).append(name)
     for text, names in groups.items():
+        line = f"{len(names):>6}  {text}: {shown(names[0])}"
+        if len(names) == 1 and len(line) <= _WRAP and "\n" not in line:
+            say(line)
+            continue
         say(_wrapped(f"{len(names):>6}  ", text))
         patterns = list(dict.fromkeys(map(pattern, names))) if len(names) > 1 else names
         first = ", ".join(shown(name) for name in patterns[:_MOST_PATTERNS])

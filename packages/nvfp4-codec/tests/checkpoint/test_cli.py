@@ -48,7 +48,9 @@ def test_quantize_verify_inspect_diff_explain(
     out = tmp_path / "out"
     code, document = run_json(capsys, "quantize", floats, out)
     assert code == 0
-    assert document.keys() == {"tensors", "input_bytes", "written", "kept", "output_bytes"}
+    assert document.keys() == {
+        "tensors", "input_bytes", "written", "kept", "output_bytes", "complete_unchecked",
+    }  # fmt: skip
     quantized = [t for t in document["tensors"] if t["quantized"]]
     assert len(quantized) == 6
     assert all(15 < t["sqnr_db"] < 30 for t in quantized)
@@ -70,8 +72,17 @@ def test_quantize_verify_inspect_diff_explain(
 
     code, document = run_json(capsys, "diff", floats, out)
     assert code == 1
-    statuses = {d["status"] for d in document["differences"]}
-    assert statuses == {"only-in-b", "dtype", "values"}
+    differences = document["differences"]
+    assert [d["status"] for d in differences] == ["values"] * 6  # scales are no rows of their own
+    assert differences[0].keys() == {
+        "name", "status", "a", "b", "sqnr_db", "explanation", "members",
+    }  # fmt: skip
+    row = next(d for d in differences if d["name"].endswith("q_proj"))
+    assert (row["a"], row["b"]) == ("BF16", "NVFP4")
+    assert {m.rpartition(".")[2] for m in row["members"]} == {
+        "weight", "weight_scale", "weight_scale_2",
+    }  # fmt: skip
+    assert {d["explanation"] for d in differences} == {"consistent with 4-bit rounding"}
     code, document = run_json(capsys, "diff", out, out)
     assert (code, document["differences"]) == (0, [])
 
@@ -79,6 +90,7 @@ def test_quantize_verify_inspect_diff_explain(
     assert run_json(capsys, "explain", out, out, name)[0] == 0
     code, document = run_json(capsys, "explain", floats, out, f"{name}.weight")
     assert (code, document["verdict"]) == (1, "unknown")  # rounding is no convention error
+    assert document["notes"][0].startswith("consistent with 4-bit rounding (")
 
 
 def test_findings_exit_with_one(floats: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -225,7 +226,9 @@ def test_fp8_block_has_true_scales(
     with Checkpoint.open(path) as source:
         report = convert_checkpoint(source, tmp_path / "out", ConvertOptions("fp8-block"))
         first = load_values(source, report.converted[0])
-    assert all("sqnr" in remark for remark in report.remarks.values())
+    assert len(report.remarks) == len(report.converted)
+    for remark in report.remarks.values():
+        assert re.fullmatch(r"FP8: [234]\d\.\d dB, worst [1-9]\.\d %", remark)
     with Checkpoint.open(tmp_path / "out") as out:
         family = next(
             f for f in find_families(out.tensors) if f.module == report.converted[0].module

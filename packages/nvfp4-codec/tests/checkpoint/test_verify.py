@@ -11,8 +11,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nvfp4_codec import quantize_mxfp4, quantize_nvfp4
-from nvfp4_codec.checkpoint import Checkpoint, Finding, inspect_checkpoint, verify_checkpoint
+from nvfp4_codec import dequantize_nvfp4, quantize_mxfp4, quantize_nvfp4
+from nvfp4_codec.checkpoint import (
+    Checkpoint,
+    Finding,
+    contrast,
+    find_families,
+    inspect_checkpoint,
+    verify_checkpoint,
+)
 from nvfp4_codec.checkpoint.heuristics import unswizzled
 from nvfp4_codec.swizzle import swizzle_blockscale
 
@@ -147,6 +154,34 @@ def nan_weight(t: Tensors) -> None:
     t["norm.weight"][5] = float("nan")
 
 
+def bf16_weight_scale(t: Tensors) -> None:
+    t[f"{DOWN}.weight_scale"] = t[f"{DOWN}.weight_scale"].bfloat16()
+
+
+def no_scales(t: Tensors) -> None:
+    del t[f"{DOWN}.weight_scale"], t[f"{DOWN}.weight_scale_2"]
+
+
+def e8m0_bytes_unpaired(t: Tensors) -> None:
+    """One exponent per 16 values, as of a scale that was computed so."""
+    scale = t[f"{DOWN}.weight_scale"].float() * t[f"{DOWN}.weight_scale_2"]
+    exponents = scale.log2().round() + 127
+    t[f"{DOWN}.weight_scale"] = exponents.to(torch.uint8).view(E4M3)
+
+
+def tiny_weight_scale_2(t: Tensors) -> None:
+    t[f"{DOWN}.weight_scale_2"] = torch.tensor(1e-45)
+
+
+def tiny_fused_weight_scale_2(t: Tensors) -> None:
+    t[f"{UP}.weight_scale_2"] = torch.tensor(1e-45)
+
+
+def nan_double(t: Tensors) -> None:
+    t["norm.weight"] = t["norm.weight"].double()
+    t["norm.weight"][5] = float("nan")
+
+
 BROKEN: dict[str, tuple[Break, str, str]] = {
     "NaN scale byte": (nan_scale, "nan-scale", DOWN),
     "negative scale byte": (negative_scale, "negative-scale", DOWN),
@@ -169,6 +204,12 @@ BROKEN: dict[str, tuple[Break, str, str]] = {
     "gate and up differ": (gate_up_mismatch, "fused-scale-mismatch", GATE),
     "one of gate and up swapped": (one_swapped, "swapped-nibbles", GATE),
     "NaN in a norm": (nan_weight, "nonfinite-weight", "norm"),
+    "NaN in float64": (nan_double, "nonfinite-weight", "norm"),
+    "weight_scale bfloat16": (bf16_weight_scale, "scale-dtype", DOWN),
+    "no scales at all": (no_scales, "missing-weight-scale", DOWN),
+    "E8M0 bytes, one per 16": (e8m0_bytes_unpaired, "e8m0-read-as-e4m3", DOWN),
+    "weight_scale_2 tiny": (tiny_weight_scale_2, "bad-global-scale", DOWN),
+    "fused weight_scale_2 tiny": (tiny_fused_weight_scale_2, "bad-global-scale", UP),
 }
 
 
@@ -312,6 +353,107 @@ def test_a_reference_makes_it_certain(
     damage(tensors)
     assert code in [f.code for f in check(tensors, tmp_path, reference)]
     assert [f.code for f in check({"x.weight": values}, tmp_path, reference)] == ["missing-tensor"]
+
+
+def test_scales_whose_weight_is_absent(nvfp4_tensors: Mapping[str, Tensor], tmp_path: Path) -> None:
+    tensors = {n: t for n, t in nvfp4_tensors.items() if n != f"{DOWN}.weight"}
+    (finding,) = check(tensors, tmp_path)
+    assert (finding.code, finding.tensor) == ("missing-weight", f"{DOWN}.weight_scale")
+    del tensors[f"{DOWN}.weight_scale"]
+    (finding,) = check(tensors, tmp_path)
+    assert (finding.code, finding.tensor) == ("missing-weight", f"{DOWN}.weight_scale_2")
+
+
+def test_other_peoples_packings_are_silent(tmp_path: Path) -> None:
+    """bitsandbytes' NF4, int8 with float scales, GPTQ-like and a mask."""
+    tensors = {
+        "a.weight": torch.ones(512, 16, dtype=torch.uint8),
+        "a.weight.absmax": torch.ones(128, dtype=torch.uint8),
+        "b.weight": torch.ones(32, 32, dtype=torch.int8),
+        "b.weight_scale": torch.full((32, 1), 0.5),
+        "c.weight_packed": torch.ones(32, 4, dtype=torch.int32),
+        "c.weight_scale": torch.ones(32, 2).bfloat16(),
+        "d.mask": torch.ones(16, 16, dtype=torch.uint8),
+        "e.scale": torch.ones(16),
+    }
+    assert check(tensors, tmp_path) == []
+
+
+def test_weights_without_rows_or_of_odd_width_are_no_crash(tmp_path: Path) -> None:
+    def packed(rows: int, columns: int) -> Tensors:
+        return {
+            "weight": torch.ones(rows, columns // 2, dtype=torch.uint8),
+            "weight_scale": torch.ones(rows, -(-columns // 16)).to(E4M3),
+            "weight_scale_2": torch.tensor(0.001),
+        }
+
+    tensors = {"a.k_proj.weight": torch.randn(4, 33), "a.v_proj.weight": torch.ones(0, 32)}
+    for name in ("a.q_proj", "b"):
+        tensors |= {f"{name}.{part}": value for part, value in packed(0, 32).items()}
+    tensors |= {f"a.v_proj.{part}": value for part, value in packed(4, 32).items()}
+    tensors |= {f"c.{part}": value for part, value in packed(128, 88).items()}
+    for name in ("d.q_proj", "d.v_proj"):
+        tensors |= {f"{name}.{part}": value for part, value in packed(4, 64).items()}
+    tensors["d.k_proj.weight"] = torch.randn(4, 33)
+    assert [f for f in check(tensors, tmp_path) if f.code != "scales-all-ones"] == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "confidence"),
+    [
+        (nan_scale, "nan-scale", "certain"),
+        (ones, "scales-all-ones", "high"),
+        (reciprocal, "reciprocal-global-scale", None),
+        (tiny_weight_scale_2, "bad-global-scale", "high"),
+        (nan_weight_scale_2, "bad-global-scale", "certain"),
+        (e8m0_bytes_unpaired, None, "certain"),
+    ],
+)
+def test_one_cause_is_one_finding_with_a_reference(
+    damage: Break, code: str | None, confidence: str | None, tmp_path: Path,
+    weight: Callable[..., Tensor],
+) -> None:  # fmt: skip
+    values = weight(256, 128, 64)
+    packed = quantize_nvfp4(values)
+    assert isinstance(packed.weight_scale_2, Tensor)
+    tensors = {
+        f"{DOWN}.weight": packed.weight,
+        f"{DOWN}.weight_scale": packed.weight_scale,
+        f"{DOWN}.weight_scale_2": packed.weight_scale_2,
+    }
+    damage(tensors)
+    (finding,) = check(tensors, tmp_path, {f"{DOWN}.weight": values})
+    assert code in (None, finding.code)
+    assert confidence in (None, finding.confidence)
+
+
+def test_the_reference_says_which_of_a_fused_pair_is_swapped(
+    nvfp4_tensors: Mapping[str, Tensor], tmp_path: Path, weight: Callable[..., Tensor]
+) -> None:
+    tensors = dict(nvfp4_tensors)
+    reference = {f"{GATE}.weight": weight(256, 128, 60), f"{UP}.weight": weight(256, 128, 61, True)}
+    one_swapped(tensors)
+    (finding,) = check(tensors, tmp_path, reference)
+    assert (finding.code, finding.tensor) == ("swapped-nibbles", f"{UP}.weight")
+
+
+def test_the_contrast_of_columns_is_that_of_the_values(
+    nvfp4_tensors: Mapping[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({n: t.clone() for n, t in nvfp4_tensors.items()}, tmp_path / "m.safetensors")
+    with Checkpoint.open(tmp_path / "m.safetensors") as source:
+        families = [f for f in find_families(source.tensors) if f.module == DOWN]
+        values = dequantize_nvfp4(
+            *(nvfp4_tensors[f"{DOWN}.{p}"] for p in ("weight", "weight_scale", "weight_scale_2")),
+            dtype=torch.float32,
+        )
+        energy = values.double().square().sum(0).log()
+        expected = (energy[0::2] - energy[1::2]).numpy()
+        assert np.allclose(contrast.contrast(source, families[0]), expected, rtol=1e-4, atol=1e-5)
+        monkeypatch.setattr(contrast, "_SAMPLE", 64 * 128)  # of 256 rows
+        sampled = contrast.contrast(source, families[0])
+    assert not np.allclose(sampled, expected, rtol=1e-4)
+    assert np.corrcoef(sampled, expected)[0, 1] > 0.9
 
 
 def test_the_unswizzle_here_is_the_librarys() -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from nvfp4_codec import (
     CodecError,
     Divisor,
     DtypeError,
+    LayoutError,
+    MXFP4Tensor,
     NVFP4Tensor,
     ScaleError,
+    ShapeError,
     dequantize_nvfp4,
     divisor_to_multiplier,
     from_compressed_tensors,
     multiplier_to_divisor,
+    swizzle_blockscale,
     to_compressed_tensors,
 )
 
@@ -65,3 +70,43 @@ def test_missing_names_and_bare_numbers_are_refused() -> None:
         from_compressed_tensors({"weight_packed": torch.zeros(1, 8, dtype=torch.uint8)})
     with pytest.raises(DtypeError):
         multiplier_to_divisor(0.5)  # type: ignore[arg-type]
+
+
+def _layer(**changes: Tensor) -> dict[str, Tensor]:
+    return {
+        "weight_packed": torch.zeros(128, 32, dtype=torch.uint8),
+        "weight_scale": torch.ones(128, 4).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.tensor([512.0]),
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"weight_packed": torch.zeros(128, 32)}, DtypeError, "weight_packed is torch.float32"),
+        ({"weight_packed": [0]}, DtypeError, "weight_packed is list"),
+        ({"weight_packed": torch.zeros(128, 31, dtype=torch.uint8)}, ShapeError, r"\(128, 31\)"),
+        ({"weight_packed": torch.tensor(1, dtype=torch.uint8)}, ShapeError, "weight_packed"),
+        ({"weight_scale": torch.ones(128, 4)}, DtypeError, "weight_scale is torch.float32"),
+        ({"weight_scale": torch.ones(512).to(torch.float8_e4m3fn)}, ShapeError, r"\(512,\), exp"),
+        ({"weight_scale": torch.ones(128, 2).to(torch.float8_e4m3fn)}, ShapeError, r"\(128, 2\)"),
+    ],
+)
+def test_other_contents_are_refused(
+    changes: dict[str, Tensor], error: type[Exception], message: str
+) -> None:
+    from_compressed_tensors(_layer())
+    with pytest.raises(error, match=message):
+        from_compressed_tensors(_layer(**changes))
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(DtypeError, match="tensors is a list"):
+        from_compressed_tensors(list(_layer()))  # type: ignore[arg-type]
+    tensor = from_compressed_tensors(_layer())
+    for bad in (tuple(tensor), list(tensor), MXFP4Tensor(tensor.weight, tensor.weight_scale)):
+        with pytest.raises(DtypeError, match="expected NVFP4Tensor"):
+            to_compressed_tensors(bad)  # type: ignore[arg-type]
+    swizzled = swizzle_blockscale(tensor.weight_scale)
+    with pytest.raises(LayoutError):
+        to_compressed_tensors(NVFP4Tensor(tensor.weight, swizzled, tensor.weight_scale_2))  # type: ignore[arg-type]

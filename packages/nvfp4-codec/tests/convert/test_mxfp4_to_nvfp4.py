@@ -21,6 +21,7 @@ from nvfp4_codec import (
     joint_weight_scale_2,
     mxfp4_to_nvfp4,
     pack_e2m1,
+    swizzle_blockscale,
     unpack_e2m1,
 )
 from nvfp4_codec.backends import BackendName, available
@@ -246,3 +247,15 @@ def test_stacks_int8_codes_and_e8m0_dtype_are_accepted() -> None:
 def test_bad_input_is_refused(weight: Tensor, scale: Tensor, error: type[Exception]) -> None:
     with pytest.raises(error):
         mxfp4_to_nvfp4(weight, scale)
+
+
+def test_the_joint_scale_takes_lists_of_tensors() -> None:
+    scale = torch.full((1, 2), 120, dtype=torch.uint8)
+    weight = torch.zeros(1, 32, dtype=torch.uint8)
+    for bad in (scale, None, swizzle_blockscale(scale)):
+        with pytest.raises(DtypeError, match="weight_scales is a .*, expected a list"):
+            joint_weight_scale_2(bad)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match="weights is a Tensor"):
+        joint_weight_scale_2([scale], weight)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match="a weight_scale is list"):
+        joint_weight_scale_2([[120]])  # type: ignore[list-item]

@@ -9,12 +9,18 @@ import torch
 from torch import Tensor
 
 from nvfp4_codec import (
+    CodecError,
+    Divisor,
+    DtypeError,
+    LayoutError,
     NonFiniteError,
+    ScaleError,
     ShapeError,
     dequantize_fp8_block,
     dequantize_nvfp4,
     nvfp4_to_fp8_block,
     quantize_nvfp4,
+    swizzle_blockscale,
 )
 from nvfp4_codec.convert import fp8_block
 
@@ -89,9 +95,33 @@ def test_nan_scales_stacks_and_swizzled_scales_are_refused() -> None:
     weight, scale, scale_2 = _weights(128, 128)
     broken = scale.clone()
     broken.view(torch.uint8)[3, 3] = 0x7F
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match="weight_scale has 1 NaN bytes of 1024"):
         nvfp4_to_fp8_block(weight, broken, scale_2)
     with pytest.raises(ShapeError, match="matrix"):
         nvfp4_to_fp8_block(weight[None], scale[None], scale_2)
     with pytest.raises(ShapeError, match="swizzled"):
         nvfp4_to_fp8_block(weight, scale.flatten(), scale_2)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, float("nan"), float("inf"), 1e38])
+def test_global_scales_without_finite_values_are_refused(value: float) -> None:
+    weight, scale, _ = _weights(1, 16)
+    with pytest.raises(ScaleError, match="weight_scale_2 is the multiplier"):
+        nvfp4_to_fp8_block(weight, scale, torch.tensor(value))
+    if value != 1e38:
+        with pytest.raises(ScaleError, match="weight_scale_2 is the divisor"):
+            nvfp4_to_fp8_block(weight, scale, Divisor(torch.tensor(value)))
+    with pytest.raises(ScaleError):
+        nvfp4_to_fp8_block(weight, scale, Divisor(torch.tensor(1e-38)))
+
+
+def test_other_types_and_choices_are_refused_also_without_rows() -> None:
+    weight, scale, scale_2 = _weights(128, 64)
+    with pytest.raises(LayoutError, match="unswizzle"):
+        nvfp4_to_fp8_block(weight, swizzle_blockscale(scale), scale_2)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match="list"):
+        nvfp4_to_fp8_block([0], scale, scale_2)  # type: ignore[arg-type]
+    fp8, report = nvfp4_to_fp8_block(weight[:0], scale[:0], scale_2)
+    assert (fp8.weight.shape, report.num_values) == ((0, 64), 0)
+    with pytest.raises(CodecError, match="scale_fmt is 'e8m0'"):
+        nvfp4_to_fp8_block(weight[:0], scale[:0], scale_2, scale_fmt="e8m0")  # type: ignore[arg-type]

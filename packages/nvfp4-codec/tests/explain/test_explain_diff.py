@@ -317,3 +317,57 @@ def test_the_input_is_not_touched() -> None:
     explain_diff(NVFP4, replace(NVFP4, weight=pack_e2m1(unpack_e2m1(_swapped(NVFP4.weight)))))
     assert torch.equal(NVFP4.weight, before[0])
     assert torch.equal(NVFP4.weight_scale.view(torch.uint8), before[1])
+
+
+def test_all_nan_is_not_explained() -> None:
+    x = torch.full((64, 64), math.nan)
+    good = _weights(64, 64)
+    broken = _nvfp4(good)
+    nan_scale = torch.full_like(broken.weight_scale.view(torch.uint8), 0x7F)
+    broken = replace(broken, weight_scale=nan_scale.view(torch.float8_e4m3fn))
+    for bad in (x, broken, torch.full((64, 64), math.inf)):
+        for other in (good, _nvfp4(good)):
+            report = explain_diff(bad, other)
+            assert report.verdict == "unknown", report
+            assert report.notes[0] == "a holds 4096 NaN or Inf of 4096 values"
+            assert (report.num_different, report.max_abs_error) == (4096, 0)
+            report = explain_diff(other, bad)
+            assert report.verdict == "unknown", report
+            assert report.notes[0] == "b holds 4096 NaN or Inf of 4096 values"
+
+
+def test_some_nan_are_counted_and_are_no_rounding_step() -> None:
+    one = NVFP4.weight_scale.view(torch.uint8).clone()
+    one[3, 3] = 0x7F
+    report = explain_diff(NVFP4, replace(NVFP4, weight_scale=one.view(torch.float8_e4m3fn)))
+    assert report.verdict == "unknown", report
+    assert "b holds 16 NaN or Inf of 16384 values" in report.notes
+    x = _weights(64, 64)
+    x[0, 0] = math.nan
+    report = explain_diff(x, x * 4)
+    assert report.best is not None
+    assert report.num_different == 4095
+    assert len(report.notes) == 2
+    assert explain_diff(x, x.clone()).verdict == "identical"
+
+
+def test_factors_are_positive() -> None:
+    x = _weights()
+    assert explain_diff(x, -x).verdict == "unknown"
+    halves = torch.cat((x[:64], -x[64:]))
+    assert explain_diff(x, halves).verdict == "unknown"
+
+
+@pytest.mark.parametrize("k", [50, 33, 64])
+def test_a_padded_tensor_is_compared_by_its_logical_k(k: int) -> None:
+    x = _weights(64, k)
+    padded = quantize_nvfp4(x, pad=True, backend="reference")
+    values = _values(padded)[:, :k]
+    assert explain_diff(values, padded).verdict == "identical"
+    assert explain_diff(padded, padded).num_values == 64 * k
+    report = explain_diff(values * 4, padded)
+    assert report.best is not None
+    assert report.best.name == "e8m0-bias"
+    assert 10 < explain_diff(x, padded).sqnr < 40
+    with pytest.raises(ShapeError, match="logical_k is 999"):
+        explain_diff(x, replace(padded, logical_k=999))

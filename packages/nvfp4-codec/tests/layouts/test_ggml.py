@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_codec import (
+    CodecError,
     DtypeError,
+    LayoutError,
     MXFP4Tensor,
     NonFiniteError,
     NVFP4Tensor,
@@ -15,6 +17,7 @@ from nvfp4_codec import (
     from_ggml_mxfp4,
     from_ggml_nvfp4,
     pack_e2m1,
+    swizzle_blockscale,
     to_ggml_mxfp4,
     to_ggml_nvfp4,
     unpack_e2m1,
@@ -94,4 +97,46 @@ def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ShapeError, match="multiple of 4"):
         to_ggml_nvfp4(NVFP4Tensor(weight, scale, torch.tensor(1.0)))
     with pytest.raises(ShapeError, match="expected"):
-        to_ggml_mxfp4(MXFP4Tensor(weight, scale))
+        to_ggml_mxfp4(MXFP4Tensor(weight, scale.view(torch.uint8)))
+
+
+def test_scales_of_another_format_and_other_types_are_refused() -> None:
+    mxfp4 = from_ggml_mxfp4(_bytes(2, 34))
+    e4m3 = mxfp4.weight_scale.view(torch.float8_e4m3fn)
+    with pytest.raises(DtypeError, match="float8_e4m3fn, expected torch.float8_e8m0fnu"):
+        to_ggml_mxfp4(MXFP4Tensor(mxfp4.weight, e4m3))
+    nvfp4 = from_ggml_nvfp4(_bytes(128, 36, high=0x7F), torch.tensor(1.0))
+    with pytest.raises(DtypeError, match="expected an MXFP4Tensor"):
+        to_ggml_mxfp4(nvfp4)  # type: ignore[arg-type]
+    for bad in (mxfp4, tuple(nvfp4), [nvfp4]):
+        with pytest.raises(DtypeError, match="expected an NVFP4Tensor"):
+            to_ggml_nvfp4(bad)  # type: ignore[arg-type]
+    swizzled = swizzle_blockscale(nvfp4.weight_scale)
+    with pytest.raises(LayoutError, match="unswizzle"):
+        to_ggml_nvfp4(NVFP4Tensor(nvfp4.weight, swizzled, torch.tensor(1.0)))  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match="records are list"):
+        from_ggml_mxfp4([0] * 17)  # type: ignore[arg-type]
+    for scale in (1.0, None):
+        with pytest.raises(DtypeError, match="Divisor"):
+            from_ggml_nvfp4(_bytes(1, 36, high=0x7F), scale)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(0, 72), (2, 0, 72), (3, 0), (0, 0)])
+def test_no_rows_and_no_columns(shape: tuple[int, ...]) -> None:
+    records = torch.empty(shape, dtype=torch.uint8)
+    nvfp4 = from_ggml_nvfp4(records, torch.tensor(1.0))
+    assert nvfp4.weight.shape == (*shape[:-1], shape[-1] // 36 * 32)
+    assert nvfp4.weight_scale.shape == (*shape[:-1], shape[-1] // 36 * 4)
+    assert to_ggml_nvfp4(nvfp4)[0].shape == shape
+    records = torch.empty(*shape[:-1], shape[-1] // 36 * 17, dtype=torch.uint8)
+    mxfp4 = from_ggml_mxfp4(records)
+    assert mxfp4.weight_scale.shape == (*shape[:-1], shape[-1] // 36)
+    assert to_ggml_mxfp4(mxfp4).shape == records.shape
+
+
+def test_codes_above_15_and_packed_floats_are_refused() -> None:
+    with pytest.raises(CodecError, match="largest code is 16"):
+        pack_e2m1(torch.tensor([[3, 16]], dtype=torch.uint8))
+    for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float8_e5m2):
+        with pytest.raises(DtypeError, match=str(dtype)):
+            unpack_e2m1(torch.zeros(2, 2, dtype=torch.uint8).view(dtype))

@@ -137,5 +137,25 @@ def test_wrong_shapes_and_dtypes_are_refused() -> None:
     swizzled = swizzle_blockscale(torch.zeros(130, 5, dtype=torch.uint8))
     with pytest.raises(LayoutError, match="256, 12"):
         dataclasses.replace(swizzled, cols=9)
-    with pytest.raises(LayoutError, match="layout is 'other'"):
+    with pytest.raises(LayoutError, match="layout is 'other', expected one of: tile_128x4"):
         swizzle_blockscale(torch.zeros(128, 4, dtype=torch.uint8), "other")  # type: ignore[arg-type]
+
+
+def test_declaring_a_scale_is_checked() -> None:
+    data = torch.zeros(128, 4, dtype=torch.uint8)
+    swizzled = swizzle_blockscale(data)
+    for changes, message in (
+        ({"layout": "foo"}, "layout is 'foo', expected one of: tile_128x4, mn_major, utccp"),
+        ({"rows": -1}, "rows and cols are -1"),
+        ({"cols": 4.0}, "rows and cols"),
+        ({"dtype": torch.int32}, "one-byte"),
+        ({"dtype": "uint8"}, "one-byte"),
+        ({"data": [0]}, "data is a list"),
+        ({"layout": "mn_major"}, "expected torch.int32"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            dataclasses.replace(swizzled, **changes)
+    with pytest.raises(LayoutError, match="one-byte"):
+        SwizzledScale.wrap(data.float(), 128, 4)
+    with pytest.raises(LayoutError, match="rows and cols"):
+        SwizzledScale.wrap(data, -128, 4)

@@ -53,6 +53,11 @@ class ConvertReport:
     remarks: dict[str, str] = field(default_factory=dict)
     outcome: Outcome | None = None
 
+    def remark(self, family: Family, text: str) -> None:
+        """Adds a remark; a weight may have several."""
+        name = family.weight.name
+        self.remarks[name] = f"{self.remarks[name]}; {text}" if name in self.remarks else text
+
 
 def convert_checkpoint(
     source: Checkpoint,
@@ -239,9 +244,10 @@ def _cast_by_library(
         raise LosslessError(f"{error}. On the command line: --allow-lossy") from None
     lossy = int((~made.lossless_mask).sum())
     if lossy:
-        context.report.remarks[family.weight.name] = (
+        context.report.remark(
+            family,
             f"{lossy} of {made.lossless_mask.numel()} blocks lie outside the exact window and "
-            "were requantized"
+            "were requantized",
         )
     writer.write_tensor(specs[0].name, made.weight)
     writer.write_tensor(specs[1].name, made.weight_scale)
@@ -279,15 +285,17 @@ def _plan_rename(context: _Context, family: Family, weight: str, global_name: st
                 tensor=shown(origin),
             )
         if float(inverse) * float(value) != 1.0:
-            context.report.remarks[family.weight.name] = (
-                "the reciprocal of the global scale is rounded: values may differ by 1 ulp of fp32"
+            context.report.remark(
+                family,
+                "the reciprocal of the global scale is rounded: values may differ by 1 ulp of fp32",
             )
         writer.write(spec.name, inverse.tobytes())
 
     plan.produce(file, [spec], invert, family.weight.offset)
     for extra in family.extras:
         if extra.name.endswith("input_scale") or extra.name.endswith("input_global_scale"):
-            context.report.remarks[family.weight.name] = f"{shown(extra.name)} was left out"
+            left_out = extra.name.removeprefix(joined)
+            context.report.remark(family, f"its {shown(left_out)} was left out")
 
 
 def _plan_bf16(context: _Context) -> None:
@@ -327,7 +335,11 @@ def _plan_fp8_block(context: _Context) -> None:
             made, added = nvfp4_to_fp8_block(
                 *load_nvfp4(context.source, family), scale_fmt=context.options.scale_fmt
             )
-            context.report.remarks[family.weight.name] = str(added)
+            if added.inexact_values:
+                context.report.remark(
+                    family,
+                    f"FP8: {added.sqnr_db:.1f} dB, worst {100 * added.max_relative_error:.1f} %",
+                )
             writer.write_tensor(specs[0].name, made.weight)
             writer.write_tensor(specs[1].name, made.weight_scale)
 

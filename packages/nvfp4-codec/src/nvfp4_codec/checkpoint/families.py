@@ -189,7 +189,7 @@ def fp8_block(weight: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, int
         return 1, max(k, 1)
     if len(scale) != 2 or 0 in scale or scale == (-(-n // 128), -(-k // 128)):
         return 128, 128
-    rows, columns = (-(-size // blocks) for size, blocks in zip((n, k), scale, strict=True))
+    rows, columns = (max(-(-size // blocks), 1) for size, blocks in zip((n, k), scale, strict=True))
     rounded = (_power_of_two(rows), _power_of_two(columns))
     for block in (rounded, (rows, columns)):
         if (-(-n // block[0]), -(-k // block[1])) == scale:
@@ -220,13 +220,15 @@ def fused_groups(families: Iterable[Family]) -> list[list[Family]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-_DIGITS = re.compile(r"(\d+)")
+_DIGITS = re.compile(r"([0-9]+)")
 
 
 def natural_key(name: str) -> tuple[tuple[int, str], ...]:
     """Sorts layer 2 before layer 10."""
     parts = _DIGITS.split(name)
-    return tuple((int(p), "") if i % 2 else (-1, p) for i, p in enumerate(parts))
+    # by length, then digits: int() refuses thousands of digits
+    numbers = (part.lstrip("0") if i % 2 else part for i, part in enumerate(parts))
+    return tuple((len(p) if i % 2 else -1, p) for i, p in enumerate(numbers))
 
 
 def pattern(module: str) -> str:

@@ -13,9 +13,13 @@ from numpy.typing import NDArray
 
 #: No weight of a network is this large; its reciprocal convention gives 10^6 and more.
 LARGEST_WEIGHT: Final = 1e4
+#: Nor is the largest weight of a tensor this small, unless all are zero.
+SMALLEST_WEIGHT: Final = 1e-20
 #: MXFP4 exponents of one weight lie within this many powers of two (98 % of them).
 LARGEST_SPREAD: Final = 24
 _ENOUGH_BLOCKS: Final = 32
+#: Block maxima of one weight fill a few octaves: so many exponents, but 8 E4M3 bytes each.
+_FEW_BYTES, _ENOUGH_FOR_FEW = 8, 256
 _MATRICES: Final = 4  # of a stack of experts, to look at
 
 Bytes = NDArray[np.uint8]
@@ -49,25 +53,26 @@ def largest_e4m3(raw: Bytes) -> float:
     return float(e4m3_table()[int(finite.max())]) if finite.size else 0.0
 
 
-def looks_like_e8m0(raw: Bytes, counts: Counts) -> str | None:
-    """What betrays E8M0 exponents among bytes that claim to be E4M3, or None.
+def looks_like_e8m0(raw: Bytes, counts: Counts, *, own_range: bool) -> tuple[str, bool] | None:
+    """(what betrays E8M0 exponents among bytes that claim to be E4M3, is it strong), or None.
 
     Exponents of neighbouring blocks of 16 come in equal pairs (one E8M0 scale covers 32
     values) and fill few consecutive bytes. E4M3 scales of an exact cast from MXFP4 come in
     pairs too, but are powers of two: mantissa bits zero. A genuine tensor with its own
-    global scale reaches 448 (0x7E).
+    global scale (``own_range``) reaches 448 (0x7E).
     """
     used = np.flatnonzero(counts)
     powers = all(byte % 8 == 0 or byte in (1, 2, 4) for byte in used.tolist())
-    if raw.size < _ENOUGH_BLOCKS or raw.size % 2 or powers or used[-1] >= 0x7E or used[0] < 0x40:
+    if raw.size < _ENOUGH_BLOCKS or powers or used[-1] >= 0x7E or used[0] < 0x40 or len(used) < 2:
         return None
-    pairs = raw.reshape(-1, 2)
-    equal = float((pairs[:, 0] == pairs[:, 1]).mean())
-    if equal == 1.0 and len(used) > 1:
-        return (
-            f"all {len(pairs)} pairs of neighbouring scale bytes are equal, values "
-            f"{used[0]}..{used[-1]}"
-        )
+    where = f"values {used[0]}..{used[-1]}"
+    if raw.size % 2 == 0:
+        pairs = raw.reshape(-1, 2)
+        if bool((pairs[:, 0] == pairs[:, 1]).all()):
+            return f"all {len(pairs)} pairs of neighbouring scale bytes are equal, {where}", True
+    few = int(used[-1] - used[0]) < _FEW_BYTES
+    if own_range and few and raw.size >= _ENOUGH_FOR_FEW:
+        return f"{raw.size} scale bytes have only {len(used)} values, {where}, none is 448", False
     return None
 
 
@@ -120,10 +125,10 @@ def _explained(matrix: Bytes) -> float:
     return explained / total if total > 0 else 1.0
 
 
-def pair_contrast(values: Floats) -> NDArray[np.float64]:
-    """log energy of column 2j minus that of column 2j + 1, for each j of [N, K]."""
-    energy = np.square(values, dtype=np.float64).sum(axis=0) + 1e-300
-    logs = np.log(energy)
+def pair_contrast(energy: NDArray[np.float64]) -> NDArray[np.float64]:
+    """log energy of column 2j minus that of column 2j + 1, for each j; an odd last one is left."""
+    even = energy.size - energy.size % 2
+    logs = np.log(energy[:even] + 1e-300)
     return np.asarray(logs[0::2] - logs[1::2])
 
 

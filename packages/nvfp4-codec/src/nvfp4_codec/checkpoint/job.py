@@ -12,16 +12,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import CheckpointError
+from .files import open_regular, read_small
 from .header import TensorSpec, build_header, shown
+from .names import check_names
 from .reader import INDEX_NAME, Checkpoint
 from .writer import (
     Advance,
@@ -36,6 +39,9 @@ from .writer import (
 )
 
 PLAN_NAME: Final = ".nvfp4-progress.json"
+_MAX_PLAN_BYTES: Final = 1 << 28
+
+_log = logging.getLogger(__name__)
 
 Step = Callable[[ShardWriter], None]
 
@@ -63,11 +69,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Files written by this run, files kept from an earlier one, and bytes in total."""
+    """Files written by this run, files kept from an earlier one, and bytes in total.
+
+    complete_unchecked: the output was found complete. Its names, headers, sizes and small
+    files are what this run would write, but the values cannot be compared: the run that wrote
+    them has removed its plan, so it may have had another input or other arguments.
+    """
 
     written: tuple[str, ...]
     kept: tuple[str, ...]
     nbytes: int
+    complete_unchecked: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,24 +106,65 @@ def run(
     belongs to another run; if the disk is full; if the input cannot be read.
     """
     target = _target(job, output)
+    check_names(target.plan.name, target.shards, target.documents)
     plan = _plan(job, target)
-    if _claim(target, output, plan, resume, fault):
-        return Outcome((), tuple(shard.file for shard in target.shards), 0)
-    lock = os.open(target.plan, os.O_RDONLY | os.O_CLOEXEC)
+    with _exclusive(target.folder, output):
+        if _claim(target, output, plan, resume, fault):
+            _log.warning(
+                "%s holds no %s: it is complete, or was not made by nvfp4; nothing was changed. "
+                "Headers and sizes fit this run; input and arguments could not be compared.",
+                shown(str(output)),
+                target.plan.name,
+            )
+            kept = tuple(shard.file for shard in target.shards)
+            return Outcome((), kept, 0, complete_unchecked=True)
+        lock = _lock(target, output)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise CheckpointError(
-                "another process is writing this output; wait for it.", file=str(output)
-            ) from None
         outcome = _write(target, fault, advance)
         fault("remove plan")
-        target.plan.unlink()
-        sync_folder(target.folder)
+        with _exclusive(target.folder, output):
+            target.plan.unlink()
+            sync_folder(target.folder)
         return outcome
     finally:
         os.close(lock)
+
+
+@contextmanager
+def _exclusive(folder: Path, output: Path) -> Iterator[None]:
+    """Holds a lock on the folder while a plan in it is looked at and made, or removed.
+
+    Two processes can then not both find no plan and claim the output.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise CheckpointError(
+            "exists already, or lies below a file; a folder is needed there. Choose another "
+            "output.",
+            file=shown(str(output)),
+        ) from None
+    except OSError as error:
+        raise write_error(error, output, 0) from None
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(target: _Target, output: Path) -> int:
+    """A descriptor that keeps the plan locked: the output is ours until it is closed."""
+    lock = open_regular(target.plan, target.plan.name)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise CheckpointError(
+            "another process is writing this output; wait for it.", file=shown(str(output))
+        ) from None
+    return lock
 
 
 def _write(target: _Target, fault: Fault, advance: Advance) -> Outcome:
@@ -160,10 +213,10 @@ def _target(job: Job, output: Path) -> _Target:
         if len(job.shards) > 1 or source.index is not None:
             documents[INDEX_NAME] = _index(job)
         target = _Target(output, output / PLAN_NAME, job.shards, documents)
-    real, home = output.resolve(), source.root.resolve()
+    real, home = _real(output), _real(source.root)
     inside = real.is_relative_to(home) if source.is_folder else real == home
-    inputs = {path.resolve() for path in source.paths.values()}
-    finals = {(target.folder / shard.file).resolve() for shard in target.shards}
+    inputs = {_real(path) for path in source.paths.values()}
+    finals = {_real(target.folder / shard.file) for shard in target.shards}
     if inside or finals & inputs:
         raise CheckpointError(
             f"is in the input {shown(str(source.root))}, or is the input itself; the input is "
@@ -171,6 +224,10 @@ def _target(job: Job, output: Path) -> _Target:
             file=shown(str(output)),
         )
     return target
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def _index(job: Job) -> bytes:
@@ -252,19 +309,15 @@ def _claim(target: _Target, output: Path, plan: dict[str, Any], resume: bool, fa
                         file=shown(str(path)),
                     )
             return True
-        try:
-            target.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise write_error(error, output, 0) from None
-        write_small(target.plan, json_bytes(plan), fault)
+        write_small(target.plan, json.dumps(plan, indent=2).encode(), fault)
         return False
     if not resume:
         raise CheckpointError(
             "is an interrupted run. Pass --resume to continue it, or remove it.", file=shown_output
         )
     try:
-        earlier: Any = json.loads(target.plan.read_bytes())
-    except (ValueError, OSError):
+        earlier: Any = json.loads(read_small(target.plan, _MAX_PLAN_BYTES, target.plan.name))
+    except (ValueError, RecursionError, CheckpointError):
         earlier = None
     if earlier != plan:
         known = isinstance(earlier, dict)
@@ -287,7 +340,7 @@ def _size(shard: Shard) -> int:
 def _check_finished(shard: Shard, path: Path) -> None:
     """A file under its final name must be what this job writes there."""
     head, _ = build_header(shard.specs, shard.metadata)
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path, str(path)), "rb") as file:
         same = file.read(len(head)) == head and os.fstat(file.fileno()).st_size == _size(shard)
     if not same:
         raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,38 +11,35 @@ from torch import Tensor
 _SLICE = 1 << 22
 
 
-@dataclass
-class Noise:
-    """Accumulates the energy of a signal and of the difference to its copy."""
-
-    signal: float = 0.0
-    noise: float = 0.0
-    largest: float = 0.0
-
-    def add(self, reference: Tensor, values: Tensor) -> None:
-        """Adds two tensors of the same shape; slices keep the float32 copies small."""
-        flat_a, flat_b = reference.reshape(-1), values.reshape(-1)
-        for start in range(0, flat_a.numel(), _SLICE):
-            a = flat_a[start : start + _SLICE].float()
-            difference = flat_b[start : start + _SLICE].float() - a
-            self.signal += float(a.double().square().sum())
-            self.noise += float(difference.double().square().sum())
-            self.largest = max(self.largest, float(difference.abs().max()))
-
-    @property
-    def sqnr_db(self) -> float:
-        """10 log10(signal / noise); inf if equal, nan if something is not finite."""
-        if self.noise == 0:
-            return math.inf
-        ratio = self.signal / self.noise
-        return 10 * math.log10(ratio) if 0 < ratio < math.inf else math.nan
-
-
 def sqnr_db(reference: Tensor, values: Tensor) -> float:
-    """SQNR of ``values`` against ``reference`` in dB."""
-    noise = Noise()
-    noise.add(reference, values)
-    return noise.sqnr_db
+    """10 log10(signal / noise) of two tensors of one shape, over their finite values.
+
+    inf if equal; -inf if NaN or Inf are at other places, if no value is finite, or if only
+    the noise is not zero: as in ``explain``, which holds whole copies where this holds slices.
+    """
+    flat_a, flat_b = reference.reshape(-1), values.reshape(-1)
+    starts = range(0, flat_a.numel(), _SLICE)
+    return sqnr_of_pieces((flat_a[i : i + _SLICE], flat_b[i : i + _SLICE]) for i in starts)
+
+
+def sqnr_of_pieces(pieces: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """``sqnr_db`` of a tensor that comes in (reference, values) pieces of bounded size."""
+    signal = noise = 0.0
+    compared = False
+    for reference, values in pieces:
+        a, b = reference.double(), values.double()
+        finite = a.isfinite()
+        if not torch.equal(finite, b.isfinite()):
+            return -math.inf
+        compared = compared or bool(finite.any())
+        a = torch.where(finite, a, 0.0)
+        signal += float(a.square().sum())
+        noise += float(torch.where(finite, b, 0.0).sub_(a).square_().sum())
+    if not compared:
+        return -math.inf
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def amax(values: Tensor) -> float:

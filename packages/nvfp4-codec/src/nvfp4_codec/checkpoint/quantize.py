@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,19 +15,21 @@ import torch
 from torch import Tensor
 
 from ..checks import NonFinitePolicy
-from ..errors import CheckpointError, CodecError
+from ..errors import CheckpointError, CodecError, NonFiniteError, ZeroAmaxError
 from ..ops import ZeroAmaxPolicy, dequantize_nvfp4, quantize_nvfp4
 from ..scales import BLOCK_SIZE, get_profile
-from ..tensors import Divisor
+from ..tensors import Divisor, NVFP4Tensor
 from .families import FLOATS, Family, find_families, fused_group, fused_groups
 from .header import TensorSpec, shown
-from .job import Job, Outcome, run
-from .measure import amax, sqnr_db
-from .reader import Checkpoint
+from .job import Job, Outcome, Step, run
+from .measure import amax, sqnr_of_pieces
+from .reader import Checkpoint, as_torch
 from .rewrite import Rewrite, documents, modelopt_config
 from .structure import located
-from .values import load_values
 from .writer import Advance, Fault, ShardWriter, no_advance, no_fault
+
+#: Quantizing and measuring a value takes about as long as copying this many bytes.
+_BYTES_PER_VALUE: Final = 16
 
 #: Weights that stay as they are by default, with the reason shown in the table.
 _KEPT_NAMES: Final = (
@@ -37,6 +41,8 @@ _KEPT_NAMES: Final = (
     ),
     (re.compile(r"(^|\.)(router|gate)(\.|$)"), "router: its error changes which expert runs"),
 )
+
+_PIECE: Final = 1 << 20  # elements decoded or measured at a time
 
 
 @dataclass(frozen=True)
@@ -89,12 +95,18 @@ def decide(families: Sequence[Family], options: QuantizeOptions) -> list[Decisio
     return decisions
 
 
-def planned_bytes(decisions: Sequence[Decision]) -> int:
-    """Bytes of data that the output will hold."""
+def planned_work(decisions: Sequence[Decision]) -> int:
+    """What ``advance`` adds up to: bytes written, and the arithmetic in terms of these."""
     return sum(
-        sum(spec.nbytes for spec in output_specs(d.family)) if d.quantize else d.family.nbytes
+        _arithmetic(d.family) + sum(spec.nbytes for spec in output_specs(d.family))
+        if d.quantize
+        else d.family.nbytes
         for d in decisions
     )
+
+
+def _arithmetic(family: Family) -> int:
+    return _BYTES_PER_VALUE * family.numel
 
 
 def _reason_to_keep(family: Family, options: QuantizeOptions) -> str | None:
@@ -141,11 +153,7 @@ def quantize_checkpoint(
     chosen = [d.family for d in decisions if d.quantize]
     kept = [d.family for d in decisions if not d.quantize]
     if not chosen:
-        raise CheckpointError(
-            f"none of the {len(families)} weights is to be quantized; see the reasons in "
-            "`nvfp4 quantize --dry-run`, and --include.",
-            file=shown(str(source.root)),
-        )
+        raise _nothing_chosen(source, decisions)
     report = QuantizeReport(decisions, input_bytes=sum(info.nbytes for info in source))
     worker = _Worker(
         source, options, {f.module: g for g in fused_groups(chosen) for f in g}, report
@@ -155,7 +163,10 @@ def quantize_checkpoint(
         plan.keep(family.members)
     for family in chosen:
         plan.produce(
-            family.weight.file, output_specs(family), worker.step(family), family.weight.offset
+            family.weight.file,
+            output_specs(family),
+            worker.step(family, advance),
+            family.weight.offset,
         )
 
     def change_config(config: dict[str, Any]) -> None:
@@ -174,6 +185,17 @@ def quantize_checkpoint(
     job = Job("quantize", arguments, source, plan.shards(), documents(source, change_config))
     report.outcome = run(job, output, resume=resume, fault=fault, advance=advance)
     return report
+
+
+def _nothing_chosen(source: Checkpoint, decisions: Sequence[Decision]) -> CheckpointError:
+    reasons = Counter(decision.reason for decision in decisions).most_common(1)
+    why = f"; most often ({reasons[0][1]} times): {reasons[0][0]}" if reasons else ""
+    place = source.root if source.is_folder else next(iter(source.paths.values()))
+    return CheckpointError(
+        f"none of the {len(decisions)} weights is to be quantized{why}. See all reasons with "
+        "`nvfp4 quantize --dry-run`, and choose weights with --include.",
+        file=shown(os.path.abspath(place)),
+    )
 
 
 def output_specs(family: Family) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
@@ -208,7 +230,7 @@ class _Worker:
                 "Quantize with another, then `nvfp4 convert --to compressed-tensors`."
             )
 
-    def step(self, family: Family) -> Any:
+    def step(self, family: Family, advance: Advance) -> Step:
         """The step that writes this family's three tensors."""
 
         def quantize(writer: ShardWriter) -> None:
@@ -216,14 +238,22 @@ class _Worker:
                 self._quantize(family, writer)
             except CheckpointError:
                 raise
+            except ZeroAmaxError as error:
+                raise located(
+                    error, family, "--zero-amax one stores it, --exclude keeps it."
+                ) from None
+            except NonFiniteError as error:
+                raise located(error, family, "Flag: --nonfinite saturate.") from None
             except CodecError as error:
                 raise located(error, family) from None
+            advance(_arithmetic(family))
 
         return quantize
 
     def _quantize(self, family: Family, writer: ShardWriter) -> None:
-        values = self.source.tensor(family.weight.name)
+        # first, because it reads the other members, a piece at a time
         scale_2 = self._joint_scale(family) if family.module in self.groups else None
+        values = self.source.tensor(family.weight.name)
         packed = quantize_nvfp4(
             values,
             weight_scale_2=scale_2,
@@ -231,14 +261,11 @@ class _Worker:
             zero_amax=self.options.zero_amax,
             nonfinite=self.options.nonfinite,
         )
-        restored = dequantize_nvfp4(
-            packed.weight, packed.weight_scale, packed.weight_scale_2, dtype=torch.float32
-        )
         assert isinstance(packed.weight_scale_2, Tensor)
         self.report.measured[family.weight.name] = {
             "amax": amax(values),
             "weight_scale_2": float(packed.weight_scale_2),
-            "sqnr_db": sqnr_db(values, restored),
+            "sqnr_db": sqnr_of_pieces(_restored(values, packed)),
         }
         weight, scale, scale_2_spec = output_specs(family)
         writer.write_tensor(weight.name, packed.weight)
@@ -256,8 +283,31 @@ class _Worker:
         return scale if isinstance(scale, Tensor) else scale.to_multiplier()
 
     def _finite_amax(self, family: Family) -> float:
-        values = load_values(self.source, family, torch.float32)
-        found = amax(values)
-        if found < float("inf"):
-            return found
-        return amax(values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+        info = family.weight
+        piece = _PIECE * (info.nbytes // family.numel)
+        largest = 0.0
+        for start in range(0, info.nbytes, piece):
+            data = torch.empty(min(piece, info.nbytes - start), dtype=torch.uint8)
+            self.source.read_into(info.name, data.numpy(), start)
+            values = as_torch(data, info.dtype, (-1,))
+            found = amax(values)
+            if not found < float("inf"):
+                found = amax(values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+            largest = max(largest, found)
+        return largest
+
+
+def _restored(values: Tensor, packed: NVFP4Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(original, decoded) rows; only a piece of the matrix is decoded at a time."""
+    step = max(1, _PIECE // values.shape[1])
+    for start in range(0, values.shape[0], step):
+        rows = slice(start, start + step)
+        yield (
+            values[rows],
+            dequantize_nvfp4(
+                packed.weight[rows],
+                packed.weight_scale[rows],
+                packed.weight_scale_2,
+                dtype=torch.float32,
+            ),
+        )

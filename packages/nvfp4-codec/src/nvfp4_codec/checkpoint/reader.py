@@ -7,17 +7,17 @@ kill the process with SIGBUS. Nothing here imports torch until a torch tensor is
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
+from .files import inside, open_regular, read_small, strict_json
 from .header import Header, TensorSpec, byte_size, read_header, shown
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ class Checkpoint:
         if chosen is None and len(indexes) == 1:
             chosen = indexes[0]
         if chosen is not None:
-            index = read_index(chosen)
+            index = read_index(inside(root, chosen.name, str(root)))
             files = sorted(set(index.values()))
-            return cls(root, {file: _inside(root, file, chosen.name) for file in files}, index)
+            return cls(root, {file: inside(root, file, chosen.name) for file in files}, index)
         found = sorted(root.glob("*.safetensors"))
         if root / SINGLE_NAME in found:
             found = [root / SINGLE_NAME]
@@ -106,15 +106,10 @@ class Checkpoint:
                 f"or exactly one file. Give the path of one file, or add the index.",
                 file=shown(str(root)),
             )
-        return cls(root, {found[0].name: _inside(root, found[0].name, str(root))})
+        return cls(root, {found[0].name: inside(root, found[0].name, str(root))})
 
     def _add(self, file: str, path: Path) -> None:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot be opened: {error.strerror}.", file=shown(file)
-            ) from None
+        fd = open_regular(path, file)
         self._fds[file] = fd
         try:
             header = read_header(fd, shown(file))
@@ -264,13 +259,7 @@ def as_torch(data: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Te
 def read_index(path: Path) -> dict[str, str]:
     """Tensor name -> file name from an index.json; CheckpointError if it is malformed."""
     file = path.name
-    size = path.stat().st_size
-    if size > _MAX_INDEX_BYTES:
-        raise CheckpointError(f"{size} bytes; an index has at most {_MAX_INDEX_BYTES}.", file=file)
-    try:
-        document: Any = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not JSON ({error}); fetch it again.", file=file) from None
+    document = strict_json(read_small(path, _MAX_INDEX_BYTES, file), file)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -284,34 +273,3 @@ def read_index(path: Path) -> dict[str, str]:
                 tensor=shown(name),
             )
     return weight_map
-
-
-def _inside(root: Path, name: str, source: str) -> Path:
-    """``root / name``, refused if it can lead outside the folder.
-
-    One kind of link is followed: the Hugging Face cache keeps ``snapshots/<revision>`` as
-    links into the ``blobs`` folder beside ``snapshots``.
-    """
-    pure = PurePosixPath(name)
-    if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts:
-        raise CheckpointError(
-            f"names the file {shown(name)!r}, which may leave the folder; expected a plain "
-            "relative path. Do not use this checkpoint unless you know why.",
-            file=shown(source),
-        )
-    path = root / name
-    real, home = path.resolve(), root.resolve()
-    cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
-    if not real.is_relative_to(home) and not (cache is not None and real.parent == cache):
-        raise CheckpointError(
-            f"the file {shown(name)!r} is a link that leaves the folder, to {shown(str(real))}. "
-            "Replace it by the file itself.",
-            file=shown(source),
-        )
-    if not path.is_file():
-        what = "is not a regular file" if path.exists() else "is missing"
-        raise CheckpointError(
-            f"{what}, but {shown(source)} names it. Fetch it, or fetch the index again.",
-            file=shown(name),
-        )
-    return path

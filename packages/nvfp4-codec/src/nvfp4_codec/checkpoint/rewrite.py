@@ -6,7 +6,7 @@ weight was. Every step fills the tensors of one family, so memory is bounded by 
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ..errors import CheckpointError
 from .families import Family
+from .files import inside, read_small, strict_json
 from .header import TensorSpec, shown
 from .job import Shard, Step, json_bytes
 from .reader import Checkpoint, TensorInfo
@@ -46,6 +47,7 @@ COPIED_NAMES: Final = frozenset({
     "1_Pooling/config.json",
 })  # fmt: skip
 _MAX_COPIED_BYTES: Final = 1 << 28
+_MAX_CONFIG_BYTES: Final = 1 << 24
 
 
 @dataclass
@@ -99,9 +101,9 @@ def documents(
         return {}
     found: dict[str, bytes] = {}
     for name in sorted(COPIED_NAMES):
-        path = source.root / name
-        if _is_small_file(path):
-            found[name] = path.read_bytes()
+        if os.path.lexists(source.root / name):
+            path = inside(source.root, name, str(source.root))
+            found[name] = read_small(path, _MAX_COPIED_BYTES, name)
     config = read_config(source.root)
     if config is not None:
         change_config(config)
@@ -112,19 +114,17 @@ def documents(
 def read_config(folder: Path) -> dict[str, Any] | None:
     """config.json of a checkpoint folder, None if there is none."""
     path = folder / "config.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
+    inside(folder, path.name, str(folder))
+    config = strict_json(read_small(path, _MAX_CONFIG_BYTES, path.name), path.name)
     try:
-        config: Any = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not JSON ({error}); repair it.", file=path.name) from None
+        json_bytes(config)
+    except RecursionError:
+        raise CheckpointError("is nested too deeply; repair it.", file=path.name) from None
     if not isinstance(config, dict):
         raise CheckpointError("is not a JSON object; repair it.", file=path.name)
     return config
-
-
-def _is_small_file(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size <= _MAX_COPIED_BYTES
 
 
 def modelopt_config(quantized: Iterable[Family], kept: Iterable[Family]) -> dict[str, Any]:

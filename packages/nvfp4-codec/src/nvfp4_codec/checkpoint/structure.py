@@ -22,10 +22,12 @@ class Problem:
         return f"{self.code}: found {self.found}, expected {self.expected}. {self.fix}"
 
 
-def located(error: Exception, family: Family) -> CheckpointError:
-    """The error with the family's file and tensor in front."""
+def located(error: Exception, family: Family, advice: str = "") -> CheckpointError:
+    """The error with the family's file and tensor in front, and more advice behind."""
     return CheckpointError(
-        str(error), file=shown(family.weight.file), tensor=shown(family.weight.name)
+        f"{error}. {advice}" if advice else str(error),
+        file=shown(family.weight.file),
+        tensor=shown(family.weight.name),
     )
 
 

@@ -2,7 +2,7 @@
 
 Some faults are certain from a header or a byte. Others only leave a statistical trace; a
 finding says how sure it is. Two cannot be seen at all without a reference: nibbles swapped
-in every tensor alike, and a factor common to all of them.
+in every tensor alike, or in one that is not fused with others, and a factor common to all.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Final, Literal
 import numpy as np
 
 from . import heuristics
-from .families import Family, find_families, fused_groups
+from .contrast import can_contrast, contrast
+from .families import Family, find_families, fused_group, fused_groups
 from .header import shown
+from .loose import loose_problems
 from .reader import Bytes, Checkpoint
 from .structure import problems
 from .writer import Advance, no_advance
@@ -69,13 +71,19 @@ def verify_checkpoint(
             if family.global_scale is not None and "shape-mismatch" not in codes:
                 findings += _global_scale(source, family)
         advance(family.nbytes)
+    findings += [
+        _finding(family, p.code, p.found, p.expected, p.fix)
+        for family, p in loose_problems(families)
+    ]
     groups = fused_groups(family for family in families if _is_sound(family))
+    odd = {f.tensor for f in findings if f.code in ("bad-global-scale", "reciprocal-global-scale")}
     for group in groups:
-        findings += _fused(source, group)
+        findings += _fused(source, group, odd)
     if reference is not None:
-        from .against import compare_with_reference
+        from .against import compare_with_reference, merged
 
-        findings += compare_with_reference(source, families, reference)
+        compared = compare_with_reference(source, families, reference, findings)
+        findings = merged(findings, compared)
     return findings
 
 
@@ -102,6 +110,7 @@ def _plain(source: Checkpoint, family: Family) -> list[Finding]:
         "BF16": (np.uint16, 0x7F80),
         "F16": (np.uint16, 0x7C00),
         "F32": (np.uint32, 0x7F800000),
+        "F64": (np.uint64, 0x7FF0000000000000),
     }
     if family.weight.dtype not in masks:
         return []
@@ -182,6 +191,8 @@ def _all_ones(family: Family, count: int, confidence: Confidence) -> Finding:
 def _block_scales(source: Checkpoint, family: Family) -> list[Finding]:
     assert family.scale is not None
     raw = source.read(family.scale.name)
+    if not raw.size:
+        return []
     if family.kind == "mxfp4":
         return _e8m0_bytes(source, family, raw)
     findings: list[Finding] = []
@@ -212,17 +223,18 @@ def _block_scales(source: Checkpoint, family: Family) -> list[Finding]:
     if raw.size > 1 and counts[_ONE_E4M3] == raw.size and _has_nonzero_code(source, family):
         findings.append(_all_ones(family, raw.size, "high" if raw.size >= 16 else "medium"))
     if not findings:
-        look = heuristics.looks_like_e8m0(raw, counts)
+        alone = fused_group(family.module) is None
+        look = heuristics.looks_like_e8m0(raw, counts, own_range=alone)
         if look is not None:
             findings.append(
                 _finding(
                     family,
                     "e8m0-read-as-e4m3",
-                    look,
+                    look[0],
                     "E4M3 bytes, which differ from block to block in their mantissa",
                     "The bytes look like E8M0 exponents stored as F8_E4M3: convert the weight from "
                     "MXFP4 instead of relabelling it.",
-                    "medium",
+                    "medium" if look[1] else "low",
                 )
             )
         else:
@@ -231,8 +243,9 @@ def _block_scales(source: Checkpoint, family: Family) -> list[Finding]:
 
 
 def _swizzled(family: Family, raw: Bytes) -> list[Finding]:
-    rows, columns = family.shape[-2:] if len(family.shape) > 1 else (1, family.shape[-1])
-    verdict = heuristics.swizzle_evidence(raw.reshape(-1, rows, columns // 16))
+    assert family.scale_shape is not None
+    rows, columns = (1, *family.scale_shape)[-2:]
+    verdict = heuristics.swizzle_evidence(raw.reshape(-1, rows, columns))
     if verdict is None:
         return []
     return [
@@ -312,6 +325,17 @@ def _global_scale(source: Checkpoint, family: Family) -> list[Finding]:
     largest = heuristics.largest_e4m3(raw)
     multiplier = 1 / value if family.divides else value
     implied, inverted = 6 * largest * multiplier, 6 * largest / multiplier
+    if largest > 0 and implied < heuristics.SMALLEST_WEIGHT:
+        return [
+            _finding(
+                family,
+                "bad-global-scale",
+                f"{name} {value:g} makes the largest weight {implied:.3g}",
+                "a value near amax / 2688",
+                "The bytes are damaged or of another dtype: take it from the quantizer's output.",
+                "high",
+            )
+        ]
     if implied > heuristics.LARGEST_WEIGHT and inverted < heuristics.LARGEST_WEIGHT:
         return [
             _finding(
@@ -339,14 +363,18 @@ def _global_scale(source: Checkpoint, family: Family) -> list[Finding]:
     return []
 
 
-def _fused(source: Checkpoint, group: list[Family]) -> list[Finding]:
-    """Projections that a loader fuses: one global scale, and columns that agree."""
+def _fused(source: Checkpoint, group: list[Family], odd: set[str]) -> list[Finding]:
+    """Projections that a loader fuses: one global scale, and columns that agree.
+
+    ``odd``: weights whose global scale is a finding of its own already.
+    """
     findings: list[Finding] = []
     quantized = [f for f in group if f.kind == "nvfp4" and f.global_scale is not None]
-    values = {f.module: global_value(source, f) for f in quantized}
+    sound = [f for f in quantized if shown(f.weight.name) not in odd]
+    values = {f.module: global_value(source, f) for f in sound}
     if len(set(values.values())) > 1:
-        first = quantized[0]
-        listed = ", ".join(f"{shown(f.module)}: {values[f.module]:g}" for f in quantized)
+        first = sound[0]
+        listed = ", ".join(f"{shown(f.module)}: {values[f.module]:g}" for f in sound)
         findings.append(
             _finding(
                 first,
@@ -364,16 +392,10 @@ def _fused(source: Checkpoint, group: list[Family]) -> list[Finding]:
 
 def _swapped(source: Checkpoint, group: list[Family]) -> list[Finding]:
     """One of two matrices that read the same input has even and odd columns exchanged."""
-    from .values import is_numeric, load_values
-
     # Trained q and k, or gate and up, weigh their inputs alike; v does not follow them.
     names = ("w1", "w3", "gate_proj", "up_proj", "q_proj", "k_proj", "query", "key")
     members = [f for f in group if f.module.rpartition(".")[2] in names]
-    readable = [f for f in members if is_numeric(f) and len(f.shape) == 2]
-    profiles = [
-        (family, heuristics.pair_contrast(load_values(source, family).numpy()))
-        for family in readable
-    ]
+    profiles = [(family, contrast(source, family)) for family in members if can_contrast(family)]
     for i, (first, a) in enumerate(profiles):
         for second, b in profiles[i + 1 :]:
             score = heuristics.opposed(a, b)

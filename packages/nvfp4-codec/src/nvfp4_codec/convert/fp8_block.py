@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends import BackendName
-from ..checks import check_block, num_blocks
+from ..checks import check_block, check_choice, num_blocks
 from ..errors import ShapeError
 from ..ops import (
     dequantize_fp8_block,
@@ -18,6 +18,9 @@ from ..ops import (
     quantize_fp8_block,
 )
 from ..tensors import FP8BlockTensor, GlobalScale
+from .inputs import exact_multiplier, nvfp4_bytes, refuse_nan_scales
+
+ScaleFormat = Literal["fp32", "ue8m0"]
 
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -43,7 +46,7 @@ def nvfp4_to_fp8_block(
     weight_scale_2: GlobalScale,
     *,
     block: tuple[int, int] = (128, 128),
-    scale_fmt: Literal["fp32", "ue8m0"] = "fp32",
+    scale_fmt: ScaleFormat = "fp32",
     backend: BackendName | None = None,
 ) -> tuple[FP8BlockTensor, RequantizationReport]:
     """Dequantize NVFP4 to float32 and quantize it to E4M3 with a scale per block.
@@ -52,21 +55,23 @@ def nvfp4_to_fp8_block(
         for dequantize_nvfp4.
     scale_fmt: "fp32" scales are the block's amax / 448; "ue8m0" scales are the smallest power
         of two not below that (float8_e8m0fnu), never a truncated exponent.
+    K is the stored one: if it was padded (NVFP4Tensor.logical_k), so is the result, with
+    zeros; cut it with ``weight[:, :logical_k]``.
     At most a few block rows are held in float32 at once. Raises ShapeError unless weight is
-    a matrix, NonFiniteError for a NaN scale.
+    a matrix, NonFiniteError for a NaN block scale, ScaleError for a weight_scale_2 that is not
+    positive or decodes to Inf, LayoutError for a SwizzledScale.
     """
+    check_choice("scale_fmt", scale_fmt, ScaleFormat)
+    check_block(block)
+    _, scale_bytes = nvfp4_bytes(weight, weight_scale)
     if weight.ndim != 2:
         raise ShapeError(
             f"weight has shape {tuple(weight.shape)}, expected a matrix [N, K/2]; convert the "
             "matrices of a stack one by one"
         )
+    refuse_nan_scales(scale_bytes)
+    exact_multiplier(weight_scale_2)  # for its checks
     rows, k = weight.shape[0], 2 * weight.shape[1]
-    if tuple(weight_scale.shape[:-1]) != (rows,):
-        raise ShapeError(
-            f"weight_scale has shape {tuple(weight_scale.shape)}, expected [{rows}, "
-            f"{k // 16}]; a 1-D or padded scale is swizzled: unswizzle it first"
-        )
-    check_block(block)
     result = FP8BlockTensor(
         weight.new_empty((rows, k), dtype=torch.float8_e4m3fn),
         weight.new_empty(

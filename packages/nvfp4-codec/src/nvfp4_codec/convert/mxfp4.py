@@ -106,13 +106,20 @@ def joint_weight_scale_2(
     weight_scales: E8M0 scales ``[..., N, K/32]`` each. weights: their packed codes; without
         them every block counts, also one whose codes are all zero.
     Returns float32 ``[]``, the power of two that puts the largest exponent of all at 2^8.
-    Raises NonFiniteError for E8M0 byte 255.
+    Raises NonFiniteError for E8M0 byte 255, DtypeError for anything but lists of tensors,
+    ShapeError for lists of no or different length.
     """
+    for name, given in (("weight_scales", weight_scales), ("weights", weights)):
+        if not isinstance(given, Sequence) and (name == "weight_scales" or given is not None):
+            raise DtypeError(
+                f"{name} is a {type(given).__name__}, expected a list of tensors (one tensor "
+                "alone: [tensor])"
+            )
     if not weight_scales or (weights is not None and len(weights) != len(weight_scales)):
-        given = "no" if weights is None else len(weights)
+        num_weights = "no" if weights is None else len(weights)
         raise ShapeError(
-            f"found {len(weight_scales)} weight_scales and {given} weights, expected at least "
-            "one scale tensor and as many weights as scales (or none)"
+            f"found {len(weight_scales)} weight_scales and {num_weights} weights, expected at "
+            "least one scale tensor and as many weights as scales (or none)"
         )
     if weights is None:
         for scale in weight_scales:

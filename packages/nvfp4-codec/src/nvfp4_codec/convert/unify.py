@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..errors import NonFiniteError, ScaleError, ShapeError
+from ..checks import check_choice
+from ..errors import DtypeError, LosslessError, ShapeError
 from ..formats import E4M3
 from ..scales import BLOCK_SIZE
-from ..tensors import GlobalScale, NVFP4Tensor, global_scale_value
-from .inputs import nvfp4_bytes
+from ..tensors import NVFP4Tensor
+from .inputs import exact_multiplier, nvfp4_bytes, nvfp4_tensor, refuse_nan_scales
+
+UnderflowPolicy = Literal["error", "floor", "zero"]
 
 _NUM_FINITE = E4M3.max_code + 1
 
@@ -25,11 +28,13 @@ class UnifiedPart:
 
     inexact_blocks: blocks (with a non-zero code and scale) whose scale had to be rounded.
     max_relative_error: the largest relative change of such a block's scale, hence of its values.
+    underflowed_blocks: those of them whose scale would round to zero (see underflow there).
     """
 
     num_blocks: int
     inexact_blocks: int
     max_relative_error: float
+    underflowed_blocks: int = 0
 
     @property
     def exact(self) -> bool:
@@ -37,71 +42,92 @@ class UnifiedPart:
 
 
 def unify_weight_scale_2(
-    tensors: Sequence[NVFP4Tensor],
+    tensors: Sequence[NVFP4Tensor], *, underflow: UnderflowPolicy = "error"
 ) -> tuple[list[NVFP4Tensor], list[UnifiedPart]]:
     """Give fused tensors the largest of their global scales; rescale the block scales.
 
-    The factor goes into each block's E4M3 scale, rounded once to nearest even: exact for a
-    power of two unless the scale becomes subnormal. The codes are shared with the input, never
-    rewritten. A non-zero scale never becomes zero, and none grows, so none saturates.
+    The ratio of the global scales (at most 1) goes into each block's E4M3 scale, rounded once
+    to nearest even. That is exact for a power of two unless the scale becomes subnormal; it
+    moves a block by at most 2^-4 while its scale stays normal, by up to a factor of two among
+    the subnormals. No scale saturates. The codes are shared with the input, never rewritten.
+    underflow: what to do with blocks that hold a non-zero value and whose scale would round to
+        zero (at or below 2^-10, half of E4M3's smallest). "error" raises LosslessError;
+        "floor" gives them the smallest scale 2^-9, so that their values grow, without bound as
+        the ratio shrinks; "zero" gives them the scale zero, so that they vanish.
     Multipliers and Divisors may be mixed; the chosen scale keeps its type.
     Returns the tensors and a report for each. Raises NonFiniteError for NaN scale bytes,
-    ScaleError for a global scale that is not positive and finite, ShapeError for no tensors.
+    ScaleError for a global scale that is not positive or decodes to Inf, ShapeError for no
+    tensors, DtypeError for anything but NVFP4Tensors.
     """
+    check_choice("underflow", underflow, UnderflowPolicy)
+    if not isinstance(tensors, Sequence):
+        raise DtypeError(f"tensors is a {type(tensors).__name__}, expected a list of NVFP4Tensors")
     if not tensors:
         raise ShapeError("found no tensors, expected at least one NVFP4Tensor")
-    factors = [_exact_multiplier(t.weight_scale_2, i) for i, t in enumerate(tensors)]
+    for index, tensor in enumerate(tensors):
+        nvfp4_tensor(tensor, f"tensor {index}")
+    factors = [
+        exact_multiplier(t.weight_scale_2, f"weight_scale_2 of tensor {i}")
+        for i, t in enumerate(tensors)
+    ]
     largest = max(range(len(tensors)), key=lambda i: factors[i])
     target = tensors[largest].weight_scale_2
     unified, reports = [], []
-    for tensor, factor in zip(tensors, factors, strict=True):
-        scale, report = _rescale(tensor, factor / factors[largest])
+    for index, (tensor, factor) in enumerate(zip(tensors, factors, strict=True)):
+        scale, report = _rescale(tensor, factor / factors[largest], underflow, index)
         unified.append(NVFP4Tensor(tensor.weight, scale, target, tensor.logical_k))
         reports.append(report)
     return unified, reports
 
 
-def _exact_multiplier(scale: GlobalScale, index: int) -> Fraction:
-    value, divides = global_scale_value(scale)
-    if not 0 < value < math.inf:
-        raise ScaleError(
-            f"tensor {index} has the global scale {value!r}, expected a positive finite number"
-        )
-    return 1 / Fraction(value) if divides else Fraction(value)
-
-
-def _rescale(tensor: NVFP4Tensor, ratio: Fraction) -> tuple[Tensor, UnifiedPart]:
+def _rescale(
+    tensor: NVFP4Tensor, ratio: Fraction, underflow: UnderflowPolicy, index: int
+) -> tuple[Tensor, UnifiedPart]:
     weight, scale = nvfp4_bytes(tensor.weight, tensor.weight_scale)
-    num_nan = int(((scale & 0x7F) == 0x7F).sum())
-    if num_nan:
-        raise NonFiniteError(
-            f"weight_scale has {num_nan} NaN bytes of {scale.numel()}, expected none; "
-            "quantize this tensor again"
-        )
+    refuse_nan_scales(scale, f"weight_scale of tensor {index}")
     if ratio == 1:
         return tensor.weight_scale, UnifiedPart(scale.numel(), 0, 0.0)
-    new_bytes, errors = _scale_map(ratio)
     used = (weight.view(-1, BLOCK_SIZE // 2) & 0x77 != 0).any(-1).view(scale.shape)
-    error = errors.to(scale.device)[scale.int()] * used
+    rescaled = _scale_map(ratio, floor=0 if underflow == "zero" else 1)
+    new_bytes, errors, vanishing = (table.to(scale.device)[scale.int()] for table in rescaled)
+    num_underflowed = int((vanishing & used).sum())
+    if num_underflowed and underflow == "error":
+        raise LosslessError(
+            f"tensor {index}: {num_underflowed} of {scale.numel()} blocks have a scale that "
+            f"rounds to zero in E4M3 when multiplied by {float(ratio):.4g} (its weight_scale_2 / "
+            "the largest one); quantize the tensors again with a common weight_scale_2, or pass "
+            "underflow='floor' (these values grow) or underflow='zero' (they vanish)"
+        )
+    error = errors * used
     report = UnifiedPart(
-        scale.numel(), int((error > 0).sum()), float(error.max() if error.numel() else 0)
+        scale.numel(),
+        int((error > 0).sum()),
+        float(error.max() if error.numel() else 0),
+        num_underflowed,
     )
-    return new_bytes.to(scale.device)[scale.int()].view(torch.float8_e4m3fn), report
+    return new_bytes.view(torch.float8_e4m3fn), report
 
 
-def _scale_map(ratio: Fraction) -> tuple[Tensor, Tensor]:
-    """For each E4M3 byte: the byte nearest to ratio (< 1) times it, and the relative error."""
+def _scale_map(ratio: Fraction, floor: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each E4M3 byte: the byte nearest to ratio (< 1) times it, but of magnitude floor at
+    least; the relative error of that; whether the nearest is zero though the scale is not.
+    """
     values = [Fraction(E4M3.value(code)) for code in range(_NUM_FINITE)]
-    new_bytes, errors = list(range(256)), [0.0] * 256
-    nearest = 1
+    new_bytes, errors, vanishing = list(range(256)), [0.0] * 256, [False] * 256
+    nearest = 0
     for code in range(1, _NUM_FINITE):
         wanted = ratio * values[code]
         while values[nearest + 1] <= wanted:
             nearest += 1
         below, above = wanted - values[nearest], values[nearest + 1] - wanted
         up = above < below or (above == below and nearest % 2 == 1)
-        found = nearest + up
+        found = max(nearest + up, floor)
         for sign in (0, E4M3.sign_bit):
             new_bytes[sign + code] = sign + found
             errors[sign + code] = float(abs(values[found] - wanted) / wanted)
-    return torch.tensor(new_bytes, dtype=torch.uint8), torch.tensor(errors, dtype=torch.float32)
+            vanishing[sign + code] = nearest + up == 0
+    return (
+        torch.tensor(new_bytes, dtype=torch.uint8),
+        torch.tensor(errors, dtype=torch.float64),  # a floored scale may be off by 2^200
+        torch.tensor(vanishing),
+    )

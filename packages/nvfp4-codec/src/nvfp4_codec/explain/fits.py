@@ -28,7 +28,7 @@ def constant_factor(a: Subject, b: Subject, known: KnownScales) -> Iterator[Tria
     if x.shape != y.shape:
         return
     factor = _fit(x, y)
-    if math.isfinite(factor) and factor not in (0.0, 1.0):
+    if factor is not None and factor != 1.0:
         yield Trial(x, y * factor, f"a = b * {factor:.6g}{_name_factor(factor, a, b, known)}")
 
 
@@ -54,7 +54,7 @@ def half_factors(a: Subject, b: Subject, _: KnownScales) -> Iterator[Trial]:
         return
     half = x.shape[0] // 2
     top, bottom = _fit(x[:half], y[:half]), _fit(x[half:], y[half:])
-    if not _close(top, bottom):
+    if top is not None and bottom is not None and not _close(top, bottom):
         found = torch.cat((y[:half] * top, y[half:] * bottom))
         yield Trial(x, found, f"a = b * {top:.6g} in the upper rows, * {bottom:.6g} in the lower")
 
@@ -74,10 +74,10 @@ def _block_fits(a: Subject, b: Subject) -> Iterator[tuple[Trial, float, float]]:
             continue
         power = _block_sum(y.double().square(), block)
         product = _block_sum(x.double() * y.double(), block)
-        factors = torch.where(power > 0, product / power, 1.0)
-        if not bool(factors.isfinite().all()):
-            continue
-        used = factors[power > 0]
+        # A scale is finite and positive: no other factor counts.
+        fits = (power > 0) & (product > 0) & (product / power).isfinite()
+        factors = torch.where(fits, product / power, 1.0)
+        used = factors[fits]
         if not used.numel() or _close(float(used.min()), float(used.max()), 0.01):
             continue
         low, high = float(used.min()), float(used.max())
@@ -92,14 +92,16 @@ def _block_sum(x: Tensor, block: tuple[int, int]) -> Tensor:
     return padded.view(-(-rows // block[0]), block[0], -(-cols // block[1]), block[1]).sum((1, 3))
 
 
-def _fit(x: Tensor, y: Tensor) -> float:
-    """The factor that brings y nearest to x, exact if it is almost a power of two."""
+def _fit(x: Tensor, y: Tensor) -> float | None:
+    """The factor that brings y nearest to x, exact if it is almost a power of two.
+
+    None if no finite positive factor does: no scale is anything else.
+    """
     power = float(y.double().square().sum())
     factor = float((x.double() * y.double()).sum()) / power if power > 0 else math.nan
-    if not math.isfinite(factor) or factor == 0:
-        return math.nan
-    exponent = round(math.log2(abs(factor)))
-    nearest = math.copysign(2.0**exponent, factor)
+    if not 0 < factor < math.inf:
+        return None
+    nearest = 2.0 ** round(math.log2(factor))
     return nearest if _close(factor, nearest, 1e-5) else factor
 
 

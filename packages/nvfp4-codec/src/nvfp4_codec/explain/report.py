@@ -48,7 +48,9 @@ class DiffReport:
     """What explain_diff found; explanations are sorted, the best first.
 
     sqnr: of b against a in decibels (-inf if shapes or NaN positions differ).
-    num_different: values that differ (None if the shapes do).
+    num_different: values that differ (None if the shapes do); a NaN equals a NaN.
+    max_abs_error: over the values that are finite on both sides (0 if there are none).
+    notes: how many values are NaN or Inf, and which parts of two packed tensors differ.
     """
 
     verdict: Verdict
@@ -94,20 +96,24 @@ def explain_diff(
     Every hypothesis is tested by applying it and measuring what difference remains. None is
     reported unless that gains at least 6 dB and leaves 10 dB (10 and 20 dB if it fits
     factors). Several may hold: a global scale of 2^-13 inverted is also a constant factor.
+    NaN and Inf are no evidence: a hypothesis must explain the finite values, and put the NaN
+    and Inf in their places; the notes count them. Fitted factors are finite and positive.
     Works on whole tensors in float32: pass a slice of rows of something large.
     Raises ShapeError if the sizes do not match under any reading.
     """
     left, right = subject_of(a, "a"), subject_of(b, "b")
     before = sqnr_db(left.values, right.values)
     same_shape = left.values.shape == right.values.shape
+    notes = _nonfinite_notes(left, right) + _component_notes(left, right)
     if same_shape and _bit_equal(left.values, right.values):
-        notes = _component_notes(left, right)
         return DiffReport("identical", (), left.values.numel(), 0, 0.0, math.inf, notes)
 
+    # NaN in b alone must not make everything that removes it look like a gain.
+    baseline = _sqnr_where_both_finite(left.values, right.values) if same_shape else before
     found = []
     for rank, hypothesis in enumerate(HYPOTHESES):
         best = _best_trial(hypothesis, left, right, known_scales or {})
-        if best is not None and _supported(hypothesis, before, best[0]):
+        if best is not None and _supported(hypothesis, baseline, best[0]):
             after, detail = best
             explanation = Explanation(
                 hypothesis.name, hypothesis.meaning, hypothesis.fix, detail, before, after
@@ -120,24 +126,29 @@ def explain_diff(
             f"a has shape {tuple(left.values.shape)}, b {tuple(right.values.shape)}, expected "
             "equal shapes, or a transposed or swizzled pair"
         )
-    difference = (left.values - right.values).abs() if same_shape else None
+    num_different, max_abs_error = (
+        _differences(left.values, right.values) if same_shape else (None, None)
+    )
     return DiffReport(
         "explained" if explanations else "unknown",
         explanations,
         left.values.numel(),
-        None if difference is None else int((difference != 0).sum()),
-        None if difference is None else float(difference.max()),
+        num_different,
+        max_abs_error,
         before,
-        _component_notes(left, right),
+        notes,
     )
 
 
 def sqnr_db(expected: Tensor, found: Tensor) -> float:
-    """10 log10(signal / error) over finite values; -inf if shapes or NaN/Inf positions differ."""
+    """10 log10(signal / error) over finite values.
+
+    -inf if shapes or NaN/Inf positions differ, or if no value is finite: nothing was compared.
+    """
     if expected.shape != found.shape:
         return -math.inf
     finite = expected.isfinite()
-    if not torch.equal(finite, found.isfinite()):
+    if not torch.equal(finite, found.isfinite()) or not finite.any():
         return -math.inf
     signal = torch.where(finite, expected, 0).double()
     noise = torch.where(finite, found, 0).double().sub_(signal).square_().sum()
@@ -145,6 +156,11 @@ def sqnr_db(expected: Tensor, found: Tensor) -> float:
         return math.inf
     power = signal.square_().sum()
     return 10 * math.log10(float(power / noise)) if power > 0 else -math.inf
+
+
+def _sqnr_where_both_finite(a: Tensor, b: Tensor) -> float:
+    both = a.isfinite() & b.isfinite()
+    return sqnr_db(torch.where(both, a, math.nan), torch.where(both, b, math.nan))
 
 
 def _best_trial(
@@ -159,13 +175,31 @@ def _supported(hypothesis: Hypothesis, before: float, after: float) -> bool:
     gain, floor = (
         (MIN_FIT_GAIN_DB, MIN_FIT_SQNR_DB) if hypothesis.handicap_db else (MIN_GAIN_DB, MIN_SQNR_DB)
     )
-    return after >= floor and (math.isinf(before) or after - before >= gain)
+    if before == math.inf:  # only the places of NaN and Inf differ
+        return after == math.inf
+    return after >= floor and after - before >= gain
 
 
 def _bit_equal(a: Tensor, b: Tensor) -> bool:
     """Equal bits, any NaN equal to any other: +0 and -0 differ."""
     same = a.view(torch.int32) == b.view(torch.int32)
     return bool((same | (a.isnan() & b.isnan())).all())
+
+
+def _differences(a: Tensor, b: Tensor) -> tuple[int, float]:
+    """How many values differ, and by how much those do that are finite on both sides."""
+    different = (a != b) & ~(a.isnan() & b.isnan())
+    error = torch.where(a.isfinite() & b.isfinite(), a - b, 0).abs()
+    return int(different.sum()), float(error.max())
+
+
+def _nonfinite_notes(a: Subject, b: Subject) -> tuple[str, ...]:
+    notes = []
+    for name, values in (("a", a.values), ("b", b.values)):
+        num_nonfinite = int((~values.isfinite()).sum())
+        if num_nonfinite:
+            notes.append(f"{name} holds {num_nonfinite} NaN or Inf of {values.numel()} values")
+    return tuple(notes)
 
 
 def _component_notes(a: Subject, b: Subject) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ MAX_SINGLE_STEPS = 0.25  # above this share it is no matter of a few ties
 def single_steps(a: Subject, b: Subject, _: KnownScales) -> Iterator[Trial]:
     """Codes and scales that differ do so by one code of their format."""
     counts = []
+    if not torch.equal(a.values.isfinite(), b.values.isfinite()):
+        return  # from the largest number to NaN is one code, but no rounding
     if a.parts is not None and b.parts is not None:
         left, right = a.parts, b.parts
         same = (left.scale_format, left.block, left.global_scale, left.divides)

@@ -80,6 +80,8 @@ def subject_of(x: Explainable, name: str) -> Subject:
         value, divides = global_scale_value(x.weight_scale_2, f"{name}.weight_scale_2")
         parts = _e2m1_parts(x.weight, x.weight_scale, "E4M3", BLOCK_SIZE, name)
         parts = replace(parts, global_scale=value, divides=divides)
+        if x.logical_k is not None:
+            parts = _without_padding(parts, x.logical_k, name)
         return Subject(parts.values(), parts)
     if isinstance(x, MXFP4Tensor):
         parts = _e2m1_parts(x.weight, x.weight_scale, "E8M0", MX_BLOCK_SIZE, name)
@@ -126,6 +128,14 @@ def _e2m1_parts(
             f"scales, or {padded[0]} x {padded[1]} with padding"
         )
     return Parts(decode_e2m1(codes), codes, raw, fmt, (1, block))
+
+
+def _without_padding(parts: Parts, logical_k: int, name: str) -> Parts:
+    """Drop the columns that quantize_nvfp4(pad=True) added; the last block is then ragged."""
+    k = parts.codes.shape[1]
+    if not 0 <= logical_k <= k:
+        raise ShapeError(f"{name}.logical_k is {logical_k}, expected at most the stored K, {k}")
+    return replace(parts, elements=parts.elements[:, :logical_k], codes=parts.codes[:, :logical_k])
 
 
 def _matrix(values: Tensor) -> Tensor:
