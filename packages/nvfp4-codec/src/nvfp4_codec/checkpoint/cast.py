@@ -110,19 +110,40 @@ def weight_scale_2(top: int) -> bytes:
     return np.float32(2.0**exponent).tobytes()
 
 
-def cast_scales(scales: Bytes, top: int) -> Bytes:
-    """The E4M3 scale bytes, two per E8M0 byte: one for each block of 16."""
-    doubled: Bytes = np.empty(2 * scales.size, dtype=np.uint8)
-    pairs = doubled.view(np.uint16)
-    if int(scales.min(initial=255)) > top - 15:
-        # E4M3's normal powers of two are linear in the exponent; times 257 writes a byte twice.
-        lowest = np.uint8((top - 15) % 256)
-        np.multiply(scales - lowest, np.uint16(8 * 257), out=pairs, dtype=np.uint16)
-    else:
-        # bytes.translate is several times faster than indexing an array with uint8
-        cast = np.frombuffer(scales.tobytes().translate(scale_table(top)), dtype=np.uint8)
-        np.multiply(cast, np.uint16(257), out=pairs, dtype=np.uint16)
-    return doubled
+class ScaleCaster:
+    """Reads and casts scales in buffers that it keeps: fresh pages cost more than the cast.
+
+    What ``read`` and ``cast`` return is valid until they are called again.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Bytes] = {}
+
+    def read(self, source: Checkpoint, name: str) -> Bytes:
+        """The E8M0 bytes of a scale tensor, flat."""
+        scales = self._buffer("read", source.info(name).nbytes)
+        source.read_into(name, scales)
+        return scales
+
+    def cast(self, scales: Bytes, top: int) -> Bytes:
+        """The E4M3 scale bytes, two per E8M0 byte: one for each block of 16."""
+        doubled = self._buffer("doubled", 2 * scales.size)
+        pairs = doubled.view(np.uint16)
+        if int(scales.min(initial=255)) > top - 15:
+            # E4M3's normal powers of two are linear in the exponent; times 257 doubles a byte.
+            shifted = self._buffer("shifted", scales.size)
+            np.subtract(scales, np.uint8((top - 15) % 256), out=shifted)
+            np.multiply(shifted, np.uint16(8 * 257), out=pairs, dtype=np.uint16)
+        else:
+            # bytes.translate is several times faster than indexing an array with uint8
+            cast = np.frombuffer(scales.tobytes().translate(scale_table(top)), dtype=np.uint8)
+            np.multiply(cast, np.uint16(257), out=pairs, dtype=np.uint16)
+        return doubled
+
+    def _buffer(self, use: str, size: int) -> Bytes:
+        if use not in self._buffers or self._buffers[use].size < size:
+            self._buffers[use] = np.empty(size, dtype=np.uint8)
+        return self._buffers[use][:size]
 
 
 def check_castable(family: Family) -> None:

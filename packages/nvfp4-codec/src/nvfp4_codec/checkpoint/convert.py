@@ -134,6 +134,7 @@ class _Context:
     plan: Rewrite
     options: ConvertOptions
     report: ConvertReport
+    caster: cast.ScaleCaster = field(default_factory=cast.ScaleCaster)
 
 
 def _joined(family: Family) -> str:
@@ -194,7 +195,7 @@ def _cast_step(
     scale_name = family.scale.name
 
     def work(writer: ShardWriter) -> None:
-        scales = source.read(scale_name)
+        scales = context.caster.read(source, scale_name)
         key = group[0].module
         if key not in tops:
             alone = len(group) == 1
@@ -207,7 +208,7 @@ def _cast_step(
         weight, scale, scale_2 = specs
         if top is not None and cast.inside_window(scales, top):
             writer.copy(weight.name, source, family.weight)
-            writer.write(scale.name, cast.cast_scales(scales, top))
+            writer.write(scale.name, context.caster.cast(scales, top))
             writer.write(scale_2.name, cast.weight_scale_2(top))
         else:
             _cast_by_library(context, family, writer, specs, top)
