@@ -55,7 +55,8 @@ def test_the_cast_table_is_the_library_function(top: int) -> None:
     scales = np.arange(max(top - 17, 0), top + 1, dtype=np.uint8)
     codes = torch.arange(len(scales) * 16, dtype=torch.int64).to(torch.uint8).view(1, -1) | 1
     made = mxfp4_to_nvfp4(codes, torch.from_numpy(scales).view(1, -1))
-    assert same_bits(made.weight_scale, torch.from_numpy(ScaleCaster().cast(scales, top)).view(1, -1))
+    cast = torch.from_numpy(ScaleCaster().cast(scales, top))
+    assert same_bits(made.weight_scale, cast.view(1, -1))
     assert float(made.weight_scale_2) == np.frombuffer(weight_scale_2(top), np.float32)[0]
     assert made.lossless_mask.all()
     assert same_bits(made.weight, codes)
