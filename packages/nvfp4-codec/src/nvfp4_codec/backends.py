@@ -12,6 +12,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from .errors import BackendError
@@ -25,6 +26,7 @@ _MODULES = {
     "native": "nvfp4_codec.native",
     "triton": "nvfp4_codec.triton_kernels",
 }
+_SMALLEST, _ONE = np.float32(2.0**-149), np.float32(1)
 _DEVICES = {"native": "cpu", "triton": "cuda"}
 
 
@@ -77,8 +79,8 @@ def select(
 
 
 def _flushes_denormals() -> bool:
-    smallest = torch.tensor(2.0**-149, dtype=torch.float32, device="cpu")
-    return float(smallest * 1) == 0.0
+    # A NumPy scalar: the processor's mode is the same, and every operation asks.
+    return bool(_SMALLEST * _ONE == 0)
 
 
 def _obstacle(name: str, operation: str, device: torch.device, profile: str | None) -> str | None:

@@ -116,8 +116,12 @@ def check_block(block: tuple[int, int]) -> None:
 
 
 def fit_block(block: tuple[int, int], shape: torch.Size) -> tuple[int, int]:
-    """The block cut to the matrix, so that no backend allocates or loops beyond it."""
-    return min(block[0], max(shape[0], 1)), min(block[1], max(shape[1], 1))
+    """The block cut to about the matrix, so that no backend allocates or loops far beyond it.
+
+    Cut to powers of two: Triton compiles a kernel for each block size it meets.
+    """
+    rows, columns = (1 << max(size - 1, 0).bit_length() for size in shape)
+    return min(block[0], rows), min(block[1], columns)
 
 
 def num_blocks(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
