@@ -24,9 +24,9 @@ import io
 import logging
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from . import __version__
 from .errors import CodecError
 
 OK, FINDINGS, BAD_INPUT = 0, 1, 2
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nvfp4", description="NVFP4, MXFP4 and block-FP8 checkpoints.", allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"nvfp4 {_version()}")
+    parser.add_argument("--version", action="version", version=f"nvfp4 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     inspect = commands.add_parser(
@@ -143,13 +143,6 @@ def _failed(message: str) -> int:
     safe = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in message)
     sys.stderr.write(f"nvfp4: error: {safe}\n")
     return BAD_INPUT
-
-
-def _version() -> str:
-    try:
-        return version("nvfp4-codec")
-    except PackageNotFoundError:  # a source tree that was never installed
-        return "0+unknown"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ says what it needs to see a fault at all.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -36,6 +37,7 @@ def float_values(raw: Bytes, dtype: str) -> Floats:
     return raw.view(np.float32)
 
 
+@cache
 def e4m3_table() -> Floats:
     """The value of every E4M3 byte."""
     import torch

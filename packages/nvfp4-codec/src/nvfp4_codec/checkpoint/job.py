@@ -17,10 +17,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from .. import __version__
 from ..errors import CheckpointError
 from .files import open_regular, read_small
 from .header import TensorSpec, build_header, shown
@@ -259,12 +259,8 @@ def _plan(job: Job, target: _Target) -> dict[str, Any]:
         head, _ = build_header(shard.specs, shard.metadata)
         outputs[shard.file] = hashlib.sha256(head).hexdigest()
     documents = {n: hashlib.sha256(d).hexdigest() for n, d in target.documents.items()}
-    try:
-        release = version("nvfp4-codec")
-    except PackageNotFoundError:
-        release = "unknown"
     return {
-        "nvfp4_codec": release,
+        "nvfp4_codec": __version__,
         "command": job.command,
         "arguments": json.loads(json.dumps(dict(job.arguments), sort_keys=True)),
         "input": source,

@@ -272,15 +272,16 @@ class _Worker:
         writer.write_tensor(scale.name, packed.weight_scale)
         writer.write_tensor(scale_2_spec.name, packed.weight_scale_2)
 
-    def _joint_scale(self, family: Family) -> Tensor | None:
-        """weight_scale_2 of the group, None to leave a non-finite amax to the tensor's check."""
+    def _joint_scale(self, family: Family) -> Tensor:
+        """weight_scale_2 of the group, from the largest finite amax in it."""
         key = fused_group(family.module)
         assert key is not None
         if key not in self._joint:
             largest = [self._finite_amax(member) for member in self.groups[family.module]]
             self._joint[key] = torch.tensor(max(largest), dtype=torch.float32)
         scale = self.profile.global_scale(self._joint[key])
-        return scale if isinstance(scale, Tensor) else scale.to_multiplier()
+        assert isinstance(scale, Tensor)  # a profile with a divisor was refused before
+        return scale
 
     def _finite_amax(self, family: Family) -> float:
         info = family.weight

@@ -54,11 +54,14 @@ def verify_checkpoint(
     """
     families = find_families(source.tensors)
     findings: list[Finding] = []
+    sound: list[Family] = []
     for family in families:
         structural = [
             _finding(family, p.code, p.found, p.expected, p.fix) for p in problems(family)
         ]
         findings += structural
+        if not structural:
+            sound.append(family)
         if family.kind == "plain":
             findings += _plain(source, family)
         elif family.kind == "fp8-block":
@@ -66,16 +69,17 @@ def verify_checkpoint(
         else:
             # a scale of another dtype or shape tells nothing more by its bytes
             codes = {problem.code for problem in structural}
-            if not codes - {"missing-weight-scale-2"}:
-                findings += _block_scales(source, family)
+            raw = None if family.scale is None else source.read(family.scale.name)
+            if raw is not None and not codes - {"missing-weight-scale-2"}:
+                findings += _block_scales(source, family, raw)
             if family.global_scale is not None and "shape-mismatch" not in codes:
-                findings += _global_scale(source, family)
+                findings += _global_scale(source, family, raw)
         advance(family.nbytes)
     findings += [
         _finding(family, p.code, p.found, p.expected, p.fix)
         for family, p in loose_problems(families)
     ]
-    groups = fused_groups(family for family in families if _is_sound(family))
+    groups = fused_groups(sound)
     odd = {f.tensor for f in findings if f.code in ("bad-global-scale", "reciprocal-global-scale")}
     for group in groups:
         findings += _fused(source, group, odd)
@@ -85,10 +89,6 @@ def verify_checkpoint(
         compared = compare_with_reference(source, families, reference, findings)
         findings = merged(findings, compared)
     return findings
-
-
-def _is_sound(family: Family) -> bool:
-    return not problems(family)
 
 
 def _finding(
@@ -188,9 +188,7 @@ def _all_ones(family: Family, count: int, confidence: Confidence) -> Finding:
     )
 
 
-def _block_scales(source: Checkpoint, family: Family) -> list[Finding]:
-    assert family.scale is not None
-    raw = source.read(family.scale.name)
+def _block_scales(source: Checkpoint, family: Family, raw: Bytes) -> list[Finding]:
     if not raw.size:
         return []
     if family.kind == "mxfp4":
@@ -306,7 +304,7 @@ def global_value(source: Checkpoint, family: Family) -> float:
     return float(source.read(family.global_scale.name).view(np.float32)[0])
 
 
-def _global_scale(source: Checkpoint, family: Family) -> list[Finding]:
+def _global_scale(source: Checkpoint, family: Family, raw: Bytes | None) -> list[Finding]:
     value = global_value(source, family)
     name = "weight_global_scale" if family.divides else "weight_scale_2"
     if not (np.isfinite(value) and value > 0):
@@ -319,9 +317,8 @@ def _global_scale(source: Checkpoint, family: Family) -> list[Finding]:
                 "The tensor was all zero or not calibrated: quantize it again.",
             )
         ]
-    if family.scale is None or family.scale.dtype != "F8_E4M3":
+    if raw is None or family.scale is None or family.scale.dtype != "F8_E4M3":
         return []
-    raw = source.read(family.scale.name)
     largest = heuristics.largest_e4m3(raw)
     multiplier = 1 / value if family.divides else value
     implied, inverted = 6 * largest * multiplier, 6 * largest / multiplier

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
@@ -216,30 +216,16 @@ class ShardWriter:
             with self._reported():
                 done += os.pwrite(self._fd, view[done : done + _WRITE_CHUNK], offset + done)
 
-    def _reported(self) -> _Reported:
-        return _Reported(self)
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Turns an OSError of a write into the CheckpointError that says what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise self._error(error) from None
 
     def _error(self, error: OSError, doing: str = "") -> CheckpointError:
         return write_error(error, self.path, self.size, doing)
-
-
-class _Reported:
-    """Turns an OSError of a write into the CheckpointError that says what to do."""
-
-    def __init__(self, writer: ShardWriter) -> None:
-        self.writer = writer
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, OSError):
-            raise self.writer._error(error) from None
 
 
 _NO_KERNEL_COPY: Final = (
