@@ -141,8 +141,7 @@ def outputs(
     _check_pair(out, f"({first[0]}, {second[0]})")
     for tensor, spec in zip(out, specs, strict=True):
         check_output(f"out {spec[0]}", tensor, spec[1], spec[2], x)
-    refuse_overlap("out weight", out[0], x, out[1])
-    refuse_overlap("out weight_scale", out[1], x)
+    refuse_overlap({"out weight": out[0], "out weight_scale": out[1]}, {"the input": x})
     return out
 
 
@@ -163,7 +162,7 @@ def float_output(
     if out is None:
         return torch.empty(shape, dtype=dtype, device=inputs[0].device)
     check_output("out", out, shape, dtype, inputs[0])
-    refuse_overlap("out", out, *inputs)
+    refuse_overlap({"out": out}, dict(zip(("weight", "weight_scale"), inputs, strict=True)))
     return out
 
 
@@ -181,9 +180,11 @@ def check_output(
     check_device(name, out, source)
 
 
-def refuse_overlap(name: str, out: Tensor, *others: Tensor) -> None:
-    """An output sharing memory with an input would be read after it was written."""
-    start, end = out.data_ptr(), out.data_ptr() + out.nbytes
-    for other in others:
-        if start < other.data_ptr() + other.nbytes and other.data_ptr() < end:
-            raise ShapeError(f"{name} overlaps an input or another output in memory; copy one")
+def refuse_overlap(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> None:
+    """Chunks are written in any order, so an output must share no byte with another tensor."""
+    spans = [(name, t.data_ptr(), t.data_ptr() + t.nbytes) for name, t in outputs.items()]
+    others = spans + [(name, t.data_ptr(), t.data_ptr() + t.nbytes) for name, t in inputs.items()]
+    for i, (name, start, end) in enumerate(spans):
+        for other, other_start, other_end in others[i + 1 :]:
+            if start < other_end and other_start < end:
+                raise ShapeError(f"{name} overlaps {other} in memory; pass memory of its own")

@@ -13,13 +13,21 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from .errors import BackendError, CodecError, DtypeError, ShapeError
-from .scales import BLOCK_SIZE, MX_BLOCK_SIZE, MXScaleMode, Profile
+from .checks import check_choice, refuse_overlap
+from .errors import BackendError, DtypeError, ShapeError
+from .scales import (
+    BLOCK_SIZE,
+    MX_BLOCK_SIZE,
+    PARAMETRIC_PROFILES,
+    MXScaleMode,
+    Profile,
+    require_parametric,
+)
 
 try:
     from . import _native
@@ -31,11 +39,11 @@ else:
 IsaName = Literal["scalar", "avx2", "avx512"]
 
 ISA_VARIABLE = "NVFP4_CODEC_ISA"
-NVFP4_PROFILES = frozenset({"modelopt", "ieee"})
+NVFP4_PROFILES = PARAMETRIC_PROFILES
 """Profiles that quantize_nvfp4 implements; ``backends`` sends the others to the reference."""
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_MX_MODES = ("floor", "ceil", "rceil", "even")  # in the order of ScaleKind in kernels.h
+_MX_MODES = get_args(MXScaleMode)  # in the order of ScaleKind in kernels.h
 
 
 def unavailable_reason() -> str | None:
@@ -106,15 +114,8 @@ def quantize_nvfp4(
 ) -> None:
     """As ``reference.quantize_nvfp4``, for the profiles in NVFP4_PROFILES."""
     runtime = _runtime(isa, threads)
-    if type(profile) is not Profile or profile.nan_code != 0x7:
-        raise CodecError(
-            f"profile {profile.name!r} has arithmetic of its own, the native backend implements "
-            f"{', '.join(sorted(NVFP4_PROFILES))}; use backend='reference'"
-        )
-    rows, columns = _matrix("x", x, BLOCK_SIZE)
-    _check("weight_out", weight_out, (rows, columns // 2), torch.uint8)
-    _check("scale_out", scale_out, (rows, columns // BLOCK_SIZE), torch.uint8)
-    _refuse_overlap({"weight_out": weight_out, "scale_out": scale_out}, {"x": x})
+    require_parametric(profile, "native")
+    _check_encode(x, weight_out, scale_out, BLOCK_SIZE)
     _native.quantize_nvfp4(
         *runtime,
         *_pointer_and_dtype("x", x),
@@ -141,10 +142,7 @@ def dequantize_nvfp4(
 ) -> None:
     """As ``reference.dequantize_nvfp4``."""
     runtime = _runtime(isa, threads)
-    rows, columns = _matrix("out", out, BLOCK_SIZE)
-    _check("weight", weight, (rows, columns // 2), torch.uint8)
-    _check("weight_scale", weight_scale, (rows, columns // BLOCK_SIZE), one_byte=True)
-    _refuse_overlap({"out": out}, {"weight": weight, "weight_scale": weight_scale})
+    _check_decode(weight, "weight_scale", weight_scale, out, BLOCK_SIZE)
     _native.dequantize_nvfp4(
         *runtime,
         weight.data_ptr(),
@@ -168,12 +166,8 @@ def quantize_mxfp4(
 ) -> None:
     """As ``reference.quantize_mxfp4``."""
     runtime = _runtime(isa, threads)
-    if scale_mode not in _MX_MODES:
-        raise CodecError(f"scale_mode is {scale_mode!r}, expected one of: {', '.join(_MX_MODES)}")
-    rows, columns = _matrix("x", x, MX_BLOCK_SIZE)
-    _check("weight_out", weight_out, (rows, columns // 2), torch.uint8)
-    _check("scale_out", scale_out, (rows, columns // MX_BLOCK_SIZE), torch.uint8)
-    _refuse_overlap({"weight_out": weight_out, "scale_out": scale_out}, {"x": x})
+    check_choice("scale_mode", scale_mode, MXScaleMode)
+    _check_encode(x, weight_out, scale_out, MX_BLOCK_SIZE)
     _native.quantize_mxfp4(
         *runtime,
         *_pointer_and_dtype("x", x),
@@ -195,10 +189,7 @@ def dequantize_mxfp4(
 ) -> None:
     """As ``reference.dequantize_mxfp4``."""
     runtime = _runtime(isa, threads)
-    rows, columns = _matrix("out", out, MX_BLOCK_SIZE)
-    _check("weight", weight, (rows, columns // 2), torch.uint8)
-    _check("scale", scale, (rows, columns // MX_BLOCK_SIZE), one_byte=True)
-    _refuse_overlap({"out": out}, {"weight": weight, "scale": scale})
+    _check_decode(weight, "scale", scale, out, MX_BLOCK_SIZE)
     _native.dequantize_mxfp4(
         *runtime,
         weight.data_ptr(),
@@ -238,7 +229,7 @@ def mxfp4_to_nvfp4(
     outputs = {"scale_out": scale_out, "lossless_out": lossless_out}
     if weight_out.data_ptr() != weight.data_ptr():
         outputs["weight_out"] = weight_out
-    _refuse_overlap(outputs, {"weight": weight, "scale": scale})
+    refuse_overlap(outputs, {"weight": weight, "scale": scale})
     return _native.mxfp4_to_nvfp4(
         *runtime,
         weight.data_ptr(),
@@ -268,7 +259,7 @@ def quantize_fp8_block(
     _check("weight_out", weight_out, (rows, columns), torch.uint8)
     grid = -(-rows // block[0]), -(-columns // block[1])
     _check("scale_out", scale_out, grid, torch.uint8 if ue8m0 else torch.float32)
-    _refuse_overlap({"weight_out": weight_out, "scale_out": scale_out}, {"x": x})
+    refuse_overlap({"weight_out": weight_out, "scale_out": scale_out}, {"x": x})
     _native.quantize_fp8_block(
         *runtime,
         *_pointer_and_dtype("x", x),
@@ -295,7 +286,7 @@ def dequantize_fp8_block(
     rows, columns = _matrix("out", out, 1)
     _check("weight", weight, (rows, columns), one_byte=True)
     _check("scale", scale, (-(-rows // block[0]), -(-columns // block[1])), torch.float32)
-    _refuse_overlap({"out": out}, {"weight": weight, "scale": scale})
+    refuse_overlap({"out": out}, {"weight": weight, "scale": scale})
     _native.dequantize_fp8_block(
         *runtime,
         weight.data_ptr(),
@@ -305,6 +296,22 @@ def dequantize_fp8_block(
         columns,
         *block,
     )
+
+
+def _check_encode(x: Tensor, weight_out: Tensor, scale_out: Tensor, block_size: int) -> None:
+    rows, columns = _matrix("x", x, block_size)
+    _check("weight_out", weight_out, (rows, columns // 2), torch.uint8)
+    _check("scale_out", scale_out, (rows, columns // block_size), torch.uint8)
+    refuse_overlap({"weight_out": weight_out, "scale_out": scale_out}, {"x": x})
+
+
+def _check_decode(
+    weight: Tensor, scale_name: str, scale: Tensor, out: Tensor, block_size: int
+) -> None:
+    rows, columns = _matrix("out", out, block_size)
+    _check("weight", weight, (rows, columns // 2), torch.uint8)
+    _check(scale_name, scale, (rows, columns // block_size), one_byte=True)
+    refuse_overlap({"out": out}, {"weight": weight, scale_name: scale})
 
 
 def _pointer_and_dtype(name: str, tensor: Tensor) -> tuple[int, int]:
@@ -343,13 +350,3 @@ def _check(
         raise ShapeError(
             f"{name} is not contiguous (strides {tensor.stride()}); pass a contiguous tensor"
         )
-
-
-def _refuse_overlap(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> None:
-    """Chunks are written in any order, so an output must share no byte with another tensor."""
-    spans = [(name, t.data_ptr(), t.data_ptr() + t.nbytes) for name, t in outputs.items()]
-    others = spans + [(name, t.data_ptr(), t.data_ptr() + t.nbytes) for name, t in inputs.items()]
-    for i, (name, start, end) in enumerate(spans):
-        for other, other_start, other_end in others[i + 1 :]:
-            if start < other_end and other_start < end:
-                raise ShapeError(f"{name} overlaps {other} in memory; pass memory of its own")

@@ -202,9 +202,36 @@ def get_profile(name: str) -> Profile:
         raise CodecError(f"profile is {name!r}, expected one of: {known}") from None
 
 
+PARAMETRIC_PROFILES = frozenset(
+    name for name, profile in PROFILES.items() if type(profile) is Profile
+)
+"""Profiles that differ from ModelOpt's dynamic path in numbers only: fast kernels take those."""
+
+
+def require_parametric(profile: Profile, backend: str) -> None:
+    """Refuse a profile whose steps a kernel with ModelOpt's arithmetic does not follow."""
+    if type(profile) is not Profile or profile.nan_code != 0x7:
+        raise CodecError(
+            f"profile {profile.name!r} has arithmetic of its own, the {backend} backend implements "
+            f"{', '.join(sorted(PARAMETRIC_PROFILES))}; use backend='reference'"
+        )
+
+
 def multiplier(global_scale: GlobalScale) -> Tensor:
     """The float32 multiplier of a global scale."""
     return global_scale.to_multiplier() if isinstance(global_scale, Divisor) else global_scale
+
+
+def mx_rounds_up_from(mode: MXScaleMode) -> int:
+    """The least 23-bit mantissa of an amax for which the mode takes the larger scale."""
+    try:
+        return _MX_ROUNDS_UP_FROM[mode]
+    except KeyError:
+        known = ", ".join(_MX_ROUNDS_UP_FROM)
+        raise CodecError(f"scale_mode is {mode!r}, expected one of: {known}") from None
+
+
+_MX_ROUNDS_UP_FROM = {"floor": 0x800000, "ceil": 0x000001, "rceil": 0x400001, "even": 0x600000}
 
 
 def mx_block_scale(block_amax: Tensor, mode: MXScaleMode) -> Tensor:
@@ -218,17 +245,7 @@ def mx_block_scale(block_amax: Tensor, mode: MXScaleMode) -> Tensor:
     Source: OCP MX v1.0 section 6.3 for "floor"; the others as in torchao.
     """
     bits = block_amax.float().contiguous().view(torch.int32)
-    mantissa = bits & 0x7FFFFF
-    if mode == "floor":
-        up = torch.zeros_like(mantissa, dtype=torch.bool)
-    elif mode == "ceil":
-        up = mantissa > 0
-    elif mode == "rceil":
-        up = mantissa > 0x400000
-    elif mode == "even":
-        up = mantissa >= 0x600000
-    else:
-        raise CodecError(f"scale_mode is {mode!r}, expected one of: floor, ceil, rceil, even")
+    up = (bits & 0x7FFFFF) >= mx_rounds_up_from(mode)
     return ((bits >> 23) - 2 + up.int()).clamp(min=0).to(torch.uint8)
 
 

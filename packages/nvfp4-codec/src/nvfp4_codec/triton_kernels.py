@@ -20,10 +20,15 @@ import torch
 from torch import Tensor
 
 from . import triton_dequantize, triton_quantize
-from .errors import CodecError
-from .scales import MXScaleMode, Profile
+from .scales import (
+    PARAMETRIC_PROFILES,
+    MXScaleMode,
+    Profile,
+    mx_rounds_up_from,
+    require_parametric,
+)
 
-NVFP4_PROFILES = ("modelopt", "ieee")
+NVFP4_PROFILES = tuple(sorted(PARAMETRIC_PROFILES, reverse=True))
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,6 @@ _AMAX_PROGRAMS_PER_PROCESSOR = 16
 _FORMATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _SMALLEST = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149}
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
-_ROUND_UP_FROM = {"floor": 0x800000, "ceil": 0x000001, "rceil": 0x400001, "even": 0x600000}
 
 
 def unavailable_reason() -> str | None:
@@ -112,11 +116,7 @@ def quantize_nvfp4(
     scale_out: Tensor,
 ) -> None:
     """As ``reference.quantize_nvfp4``, for the profiles in NVFP4_PROFILES."""
-    if type(profile) is not Profile or profile.nan_code != 0x7:
-        raise CodecError(
-            f"profile {profile.name!r} has arithmetic of its own, the triton backend implements "
-            f"{', '.join(NVFP4_PROFILES)}; use backend='reference'"
-        )
+    require_parametric(profile, "triton")
     launch = QUANTIZE_NVFP4
     num_blocks = scale_out.numel()
     fast = _is_fast(global_scale, x.dtype)
@@ -167,9 +167,7 @@ def quantize_mxfp4(
     x: Tensor, scale_mode: MXScaleMode, saturate: bool, weight_out: Tensor, scale_out: Tensor
 ) -> None:
     """As ``reference.quantize_mxfp4``."""
-    if scale_mode not in _ROUND_UP_FROM:
-        modes = ", ".join(_ROUND_UP_FROM)
-        raise CodecError(f"scale_mode is {scale_mode!r}, expected one of: {modes}")
+    rounds_up_from = mx_rounds_up_from(scale_mode)
     launch = QUANTIZE_MXFP4
     num_blocks = scale_out.numel()
     with _on_device_of(x), _as_words(weight_out) as words:
@@ -182,7 +180,7 @@ def quantize_mxfp4(
             scale_out,
             num_blocks,
             FORMAT=_FORMATS[x.dtype],
-            ROUND_UP_FROM=_ROUND_UP_FROM[scale_mode],
+            ROUND_UP_FROM=rounds_up_from,
             SATURATE=saturate,
             BLOCKS=launch.threads,
         )

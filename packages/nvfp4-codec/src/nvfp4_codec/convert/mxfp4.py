@@ -244,9 +244,10 @@ def _prepare_outputs(
         ("weight", tuple(codes.shape), torch.uint8),
         ("weight_scale", scale_shape, torch.float8_e4m3fn),
     )
-    for tensor in out:
-        refuse_overlap("out", tensor, scale)
-    return outputs(out, *specs, codes)
+    checked = outputs(out, *specs, codes)
+    names = ("out weight", "out weight_scale")
+    refuse_overlap(dict(zip(names, checked, strict=True)), {"weight_scale": scale})
+    return checked
 
 
 def _requantize_at_floor(
