@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
+from .cli_output import printable
 from .errors import CodecError
 
 OK, FINDINGS, BAD_INPUT = 0, 1, 2
@@ -140,8 +141,7 @@ def _write_anything() -> None:
 
 def _failed(message: str) -> int:
     """One line on standard error; control characters cannot reach the terminal."""
-    safe = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in message)
-    sys.stderr.write(f"nvfp4: error: {safe}\n")
+    sys.stderr.write(f"nvfp4: error: {printable(message)}\n")
     return BAD_INPUT
 
 

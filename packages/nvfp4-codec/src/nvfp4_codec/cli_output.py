@@ -143,9 +143,13 @@ def _wrapped(label: str, text: str) -> str:
 
 
 def say(text: str) -> None:
-    """A line of output; control characters cannot reach the terminal."""
-    safe = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
-    sys.stdout.write(safe + "\n")
+    """Output, of one or more lines, as ``printable``."""
+    sys.stdout.write(printable(text, keep="\n") + "\n")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with all control characters but those of ``keep`` escaped."""
+    return "".join(c if c.isprintable() or c in keep else f"\\x{ord(c):02x}" for c in text)
 
 
 def say_json(document: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -14,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nvfp4_codec import cli_output
-from nvfp4_codec.checkpoint.measure import sqnr_db
 from nvfp4_codec.cli import main
 from nvfp4_codec.explain import report
+from nvfp4_codec.sqnr import sqnr_db
 
 Capture = pytest.CaptureFixture[str]
 PARTS = ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense")
@@ -154,3 +155,17 @@ NAN, INF = math.nan, math.inf
 def test_explain_and_measure_agree_on_sqnr(a: list[float], b: list[float]) -> None:
     left, right = torch.tensor(a), torch.tensor(b)
     assert sqnr_db(left, right) == pytest.approx(report.sqnr_db(left, right))
+    assert sqnr_db(left, right) == pytest.approx(_by_definition(a, b))
+
+
+def _by_definition(a: list[float], b: list[float]) -> float:
+    """10 log10 of signal over noise, in exact order and without torch."""
+    finite = [math.isfinite(x) for x in a]
+    if finite != [math.isfinite(y) for y in b] or not any(finite):
+        return -math.inf
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if math.isfinite(x)]
+    signal = math.fsum(float(np.float32(x)) ** 2 for x, _ in pairs)
+    noise = math.fsum((float(np.float32(y)) - float(np.float32(x))) ** 2 for x, y in pairs)
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf

@@ -5,8 +5,9 @@ The names here import lazily, so that a conversion that copies bytes never waits
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import attach
 
 if TYPE_CHECKING:
     from .convert import ConvertOptions, ConvertReport, convert_checkpoint
@@ -62,9 +63,4 @@ __all__ = [
     "verify_checkpoint",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{home}", __name__), name)
+__getattr__, __dir__ = attach(__name__, _HOMES)

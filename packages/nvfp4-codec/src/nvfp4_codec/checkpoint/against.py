@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from ..errors import CodecError
 from ..explain import DiffReport, explain_diff
+from ..sqnr import sqnr_db
 from .families import Family, find_families
 from .header import shown
 from .inspect import matching
-from .measure import sqnr_db
 from .reader import Checkpoint
 from .structure import problems
 from .values import is_numeric, load_subject, load_values

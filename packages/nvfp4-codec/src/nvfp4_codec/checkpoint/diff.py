@@ -148,7 +148,7 @@ def _compare_values(
     explain: bool,
     members: Sequence[Difference],
 ) -> Difference | None:
-    from .measure import sqnr_db
+    from ..sqnr import sqnr_db
     from .values import is_numeric, load_values
 
     if not (is_numeric(family) and is_numeric(other) and family.numel):

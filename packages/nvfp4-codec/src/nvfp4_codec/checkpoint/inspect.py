@@ -107,7 +107,8 @@ def matching(families: Iterable[Family]) -> dict[str, Family]:
 def _measure(
     source: Checkpoint, family: Family, reference: Checkpoint | None, other: Family | None
 ) -> FamilyStats:
-    from .measure import amax, sqnr_db
+    from ..sqnr import sqnr_db
+    from .measure import amax
     from .values import is_numeric, load_values
 
     if not is_numeric(family) or not family.numel:

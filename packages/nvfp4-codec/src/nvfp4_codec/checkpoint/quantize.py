@@ -18,11 +18,12 @@ from ..checks import NonFinitePolicy
 from ..errors import CheckpointError, CodecError, NonFiniteError, ZeroAmaxError
 from ..ops import ZeroAmaxPolicy, dequantize_nvfp4, quantize_nvfp4
 from ..scales import BLOCK_SIZE, get_profile
+from ..sqnr import sqnr_of_pieces
 from ..tensors import Divisor, NVFP4Tensor
 from .families import FLOATS, Family, find_families, fused_group, fused_groups
 from .header import TensorSpec, shown
 from .job import Job, Outcome, Step, run
-from .measure import amax, sqnr_of_pieces
+from .measure import amax
 from .reader import Checkpoint, as_torch
 from .rewrite import Rewrite, documents, modelopt_config
 from .structure import located

@@ -32,7 +32,7 @@ FLOOR_EXPONENT, TOP_EXPONENT = -9, 8  # E4M3's smallest and largest power of two
 MIN_NORMAL_EXPONENT = -126  # of float32
 MAX_SPREAD = TOP_EXPONENT - FLOOR_EXPONENT
 _BYTES_PER_BLOCK = MX_BLOCK_SIZE // 2
-_BLOCKS_PER_LOOK = 1 << 16
+_BLOCKS_PER_LOOK = 1 << 14
 
 
 class NVFP4Cast(NamedTuple):
@@ -170,22 +170,23 @@ def _extreme_used_byte(codes: Tensor, scale: Tensor, *, largest: bool) -> int | 
     while candidates.numel():
         byte = int(candidates.max() if largest else candidates.min())
         # A few blocks usually decide: look at a part before looking at all of them.
-        if any(used.any() for used in _used(codes, scale == byte)):
+        if any(used.any() for used in _used(codes, scale, byte, byte)):
             return byte
         candidates = candidates[candidates < byte if largest else candidates > byte]
     return None
 
 
-def _used(codes: Tensor, chosen: Tensor) -> Iterator[Tensor]:
-    """Which of the chosen blocks (bool, shaped like the scales) hold a non-zero code, in parts."""
-    blocks, chosen = codes.view(-1, _BYTES_PER_BLOCK), chosen.flatten()
-    for start in range(0, chosen.numel(), _BLOCKS_PER_LOOK):
+def _used(codes: Tensor, scale: Tensor, low: int, high: int) -> Iterator[Tensor]:
+    """Which blocks with scale bytes low..high hold a non-zero code, in parts of bounded size."""
+    blocks, scale = codes.view(-1, _BYTES_PER_BLOCK), scale.view(-1)
+    for start in range(0, scale.numel(), _BLOCKS_PER_LOOK):
         part = slice(start, start + _BLOCKS_PER_LOOK)
-        yield (blocks[part][chosen[part]] & 0x77 != 0).any(-1)
+        chosen = (scale[part] >= low) & (scale[part] <= high)
+        yield (blocks[part][chosen] & 0x77 != 0).any(-1)
 
 
-def _count_used(codes: Tensor, chosen: Tensor) -> int:
-    return sum(int(used.sum()) for used in _used(codes, chosen))
+def _count_used(codes: Tensor, scale: Tensor, low: int, high: int) -> int:
+    return sum(int(used.sum()) for used in _used(codes, scale, low, high))
 
 
 def _power_of_two_exponent(weight_scale_2: GlobalScale) -> int:
@@ -207,8 +208,8 @@ def _check_window(codes: Tensor, scale: Tensor, exponent: int, *, refuse_below: 
         return
     floor, top = (E8M0_BIAS + exponent + e for e in (FLOOR_EXPONENT, TOP_EXPONENT))
     lowest, highest = (int(byte) for byte in scale.aminmax())
-    num_above = _count_used(codes, scale.int() > top) if highest > top else 0
-    num_below = _count_used(codes, scale.int() < floor) if lowest < floor and refuse_below else 0
+    num_above = _count_used(codes, scale, top + 1, 255) if highest > top else 0
+    num_below = _count_used(codes, scale, 0, floor - 1) if lowest < floor and refuse_below else 0
     if not num_above and not num_below:
         return
     low, high = (

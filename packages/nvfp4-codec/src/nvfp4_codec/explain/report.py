@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
+from ..sqnr import sqnr_db
 from .experiment import Trial
 from .hypotheses import HYPOTHESES, Hypothesis
 from .subject import Explainable, Subject, subject_of
@@ -138,24 +139,6 @@ def explain_diff(
         before,
         notes,
     )
-
-
-def sqnr_db(expected: Tensor, found: Tensor) -> float:
-    """10 log10(signal / error) over finite values.
-
-    -inf if shapes or NaN/Inf positions differ, or if no value is finite: nothing was compared.
-    """
-    if expected.shape != found.shape:
-        return -math.inf
-    finite = expected.isfinite()
-    if not torch.equal(finite, found.isfinite()) or not finite.any():
-        return -math.inf
-    signal = torch.where(finite, expected, 0).double()
-    noise = torch.where(finite, found, 0).double().sub_(signal).square_().sum()
-    if noise == 0:
-        return math.inf
-    power = signal.square_().sum()
-    return 10 * math.log10(float(power / noise)) if power > 0 else -math.inf
 
 
 def _sqnr_where_both_finite(a: Tensor, b: Tensor) -> float:
