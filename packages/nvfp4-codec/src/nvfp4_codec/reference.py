@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .blocks import as_blocks, expand_blocks
 from .formats import (
     E2M1,
     E4M3,
@@ -128,9 +129,9 @@ def quantize_fp8_block(
     for rows in _row_chunks(x, block[0]):
         chunk = x[rows]
         magnitude, finite = _finite_magnitude(chunk)
-        scale = fp8_block_scale(_rectangle_amax(magnitude, block), ue8m0)
+        scale = fp8_block_scale(as_blocks(magnitude, block).amax((1, 3)), ue8m0)
         values = torch.where(finite, chunk, 0).float()
-        codes = encode_e4m3(values / _expand(scale, block, *chunk.shape))
+        codes = encode_e4m3(values / expand_blocks(scale, block, chunk.shape))
         if saturate:
             codes = _replace_nonfinite(codes, chunk, E4M3.max_code, E4M3.sign_bit)
         weight_out[rows] = codes
@@ -147,7 +148,7 @@ def dequantize_fp8_block(
         chunk = weight[rows]
         first = rows.start // block[0]
         some = scale[first : first - (-chunk.shape[0] // block[0])]
-        _store(decode_e4m3(chunk) * _expand(some, block, *chunk.shape), out[rows])
+        _store(decode_e4m3(chunk) * expand_blocks(some, block, chunk.shape), out[rows])
 
 
 def mxfp4_to_nvfp4(
@@ -206,19 +207,6 @@ def _dequantize_e2m1(weight: Tensor, scale: Tensor, block_size: int, out: Tensor
 def _fp32(value: float, like: Tensor) -> Tensor:
     # Explicit dtype and device: loaders change torch's defaults while they run.
     return torch.full((), value, dtype=torch.float32, device=like.device)
-
-
-def _rectangle_amax(magnitude: Tensor, block: tuple[int, int]) -> Tensor:
-    rows, columns = magnitude.shape
-    padding = (0, -columns % block[1], 0, -rows % block[0])
-    padded = torch.nn.functional.pad(magnitude, padding)
-    grid = padded.view(-(-rows // block[0]), block[0], -(-columns // block[1]), block[1])
-    return grid.amax((1, 3))
-
-
-def _expand(scale: Tensor, block: tuple[int, int], rows: int, columns: int) -> Tensor:
-    """One scale per element."""
-    return scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
 
 
 def _store(values: Tensor, out: Tensor) -> None:

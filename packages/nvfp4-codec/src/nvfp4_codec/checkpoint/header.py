@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from ..errors import CheckpointError
 
@@ -166,9 +166,19 @@ def parse_header(raw: bytes, data_bytes: int, file: str) -> Header:
     return Header(tuple(entries), metadata, 8 + len(raw))
 
 
-def build_header(
-    specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, tuple[int, int]]]:
+class Layout(NamedTuple):
+    """A file to be written: its header, and each tensor's [begin, end) from the file's start."""
+
+    header: bytes
+    ranges: dict[str, tuple[int, int]]
+
+    @property
+    def size(self) -> int:
+        """Size of the whole file in bytes."""
+        return max([len(self.header), *(end for _, end in self.ranges.values())])
+
+
+def build_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> Layout:
     """The first bytes of a file, and each tensor's [begin, end) counted from the file's start.
 
     The order is the official library's (dtype by its table downwards, then name) and so
@@ -195,7 +205,7 @@ def build_header(
     body += b" " * (-len(body) % 8)
     start = 8 + len(body)
     moved = {name: (begin + start, end + start) for name, (begin, end) in ranges.items()}
-    return len(body).to_bytes(8, "little") + body, moved
+    return Layout(len(body).to_bytes(8, "little") + body, moved)
 
 
 _NOT_WHOLE = "The file is truncated or still being written: fetch it again."

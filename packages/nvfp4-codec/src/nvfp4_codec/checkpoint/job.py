@@ -17,13 +17,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from .. import __version__
 from ..errors import CheckpointError
 from .files import open_regular, read_small
-from .header import TensorSpec, build_header, shown
+from .header import Layout, TensorSpec, build_header, shown
 from .names import check_names
 from .reader import INDEX_NAME, Checkpoint
 from .writer import (
@@ -54,6 +55,11 @@ class Shard:
     specs: tuple[TensorSpec, ...]
     steps: tuple[Step, ...]
     metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Its header and where each tensor goes."""
+        return build_header(self.specs, self.metadata)
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,7 @@ def _write(target: _Target, fault: Fault, advance: Advance) -> Outcome:
         path = target.folder / shard.file
         with suppress(FileNotFoundError):
             temp_path(path).unlink()
-        size = _size(shard)
+        size = shard.layout.size
         nbytes += size
         if path.exists():
             _check_finished(shard, path)
@@ -256,8 +262,7 @@ def _plan(job: Job, target: _Target) -> dict[str, Any]:
         }
     outputs = {}
     for shard in target.shards:
-        head, _ = build_header(shard.specs, shard.metadata)
-        outputs[shard.file] = hashlib.sha256(head).hexdigest()
+        outputs[shard.file] = hashlib.sha256(shard.layout.header).hexdigest()
     documents = {n: hashlib.sha256(d).hexdigest() for n, d in target.documents.items()}
     return {
         "nvfp4_codec": __version__,
@@ -328,16 +333,11 @@ def _claim(target: _Target, output: Path, plan: dict[str, Any], resume: bool, fa
     return False
 
 
-def _size(shard: Shard) -> int:
-    head, ranges = build_header(shard.specs, shard.metadata)
-    return max([len(head), *(end for _, end in ranges.values())])
-
-
 def _check_finished(shard: Shard, path: Path) -> None:
     """A file under its final name must be what this job writes there."""
-    head, _ = build_header(shard.specs, shard.metadata)
+    head = shard.layout.header
     with os.fdopen(open_regular(path, str(path)), "rb") as file:
-        same = file.read(len(head)) == head and os.fstat(file.fileno()).st_size == _size(shard)
+        same = file.read(len(head)) == head and os.fstat(file.fileno()).st_size == shard.layout.size
     if not same:
         raise CheckpointError(
             "has another size or header than this run writes; it was changed since. Remove the "

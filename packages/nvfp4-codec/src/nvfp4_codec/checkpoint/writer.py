@@ -63,8 +63,8 @@ class ShardWriter:
         self.path = path
         self.temp = temp_path(path)
         self.specs = {spec.name: spec for spec in specs}
-        header, self.ranges = build_header(self.specs.values(), metadata)
-        self.size = max([len(header), *(end for _, end in self.ranges.values())])
+        layout = build_header(self.specs.values(), metadata)
+        self.ranges, self.size = layout.ranges, layout.size
         self._missing = set(self.ranges)
         self._fault = fault
         self._advance = advance
@@ -74,7 +74,7 @@ class ShardWriter:
             self._fd = os.open(self.temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             self._check_space()
-            self._write_at(header, 0)
+            self._write_at(layout.header, 0)
         except BaseException:
             self._abandon()
             raise

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..blocks import as_blocks, expand_blocks
 from .experiment import KnownScales, Trial, on_parts
 from .readings import truncate_scales
-from .subject import Subject, expand_blocks
+from .subject import Subject
 
 # Factors that have a name, besides the powers of two that a wrong bias gives.
 _NAMED_FACTORS = {
@@ -72,8 +73,8 @@ def _block_fits(a: Subject, b: Subject) -> Iterator[tuple[Trial, float, float]]:
     for block in ((128, 128), (1, 128), (1, 32), (1, 16)):
         if x.shape[0] <= block[0] and x.shape[1] <= block[1]:
             continue
-        power = _block_sum(y.double().square(), block)
-        product = _block_sum(x.double() * y.double(), block)
+        power = as_blocks(y.double().square(), block).sum((1, 3))
+        product = as_blocks(x.double() * y.double(), block).sum((1, 3))
         # A scale is finite and positive: no other factor counts.
         fits = (power > 0) & (product > 0) & (product / power).isfinite()
         factors = torch.where(fits, product / power, 1.0)
@@ -84,12 +85,6 @@ def _block_fits(a: Subject, b: Subject) -> Iterator[tuple[Trial, float, float]]:
         found = y * expand_blocks(factors.float(), block, y.shape)
         size = f"{block[0]}x{block[1]}"
         yield Trial(x, found, f"factors {low:.4g}..{high:.4g} per {size} block"), low, high
-
-
-def _block_sum(x: Tensor, block: tuple[int, int]) -> Tensor:
-    rows, cols = x.shape
-    padded = torch.nn.functional.pad(x, (0, -cols % block[1], 0, -rows % block[0]))
-    return padded.view(-(-rows // block[0]), block[0], -(-cols // block[1]), block[1]).sum((1, 3))
 
 
 def _fit(x: Tensor, y: Tensor) -> float | None:

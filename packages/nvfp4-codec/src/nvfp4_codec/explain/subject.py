@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..blocks import expand_blocks
 from ..errors import DtypeError, ShapeError
 from ..formats import as_bytes, decode_e2m1, decode_e4m3, e8m0_to_fp32
 from ..packing import unpack_e2m1
@@ -66,12 +67,6 @@ class Subject:
     values: Tensor
     parts: Parts | None = None
     raw: Tensor | None = None
-
-
-def expand_blocks(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """One scale per element of a matrix of this shape."""
-    full = scale.repeat_interleave(block[0], 0)[: shape[0]]
-    return full.repeat_interleave(block[1], 1)[:, : shape[1]]
 
 
 def subject_of(x: Explainable, name: str) -> Subject:
