@@ -1,0 +1,76 @@
+"""Random layers that look like trained ones: every projection has a global scale of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe_kernel import ExpertWeights, QuantizedTokens, quantize_tokens
+from megamoe_kernel.experts import as_w2, as_w13
+from megamoe_kernel.reference import Activation, RankTokens
+from nvfp4_codec import NVFP4Tensor, quantize_nvfp4
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's experts, one by one and stacked, and the sizes."""
+
+    gate_up: list[tuple[NVFP4Tensor, NVFP4Tensor]]
+    down: list[NVFP4Tensor]
+    w13: ExpertWeights
+    w2: ExpertWeights
+
+
+MakeLayer = Callable[..., Layer]
+MakeTokens = Callable[..., RankTokens]
+
+
+@pytest.fixture(scope="session")
+def make_layer() -> MakeLayer:
+    def make(
+        num_experts: int, hidden: int, intermediate: int, *, seed: int = 0, gain: float = 1.0
+    ) -> Layer:
+        generator = torch.Generator().manual_seed(seed)
+
+        def matrix(rows: int, columns: int) -> NVFP4Tensor:
+            spread = torch.rand((), generator=generator) * 2 + 0.2  # global scales differ by 10
+            w = torch.randn(rows, columns, generator=generator) * spread * gain / columns**0.5
+            return quantize_nvfp4(w)
+
+        gate_up = [
+            (matrix(intermediate, hidden), matrix(intermediate, hidden)) for _ in range(num_experts)
+        ]
+        down = [matrix(hidden, intermediate) for _ in range(num_experts)]
+        w2 = as_w2(down)
+        input_scale = torch.tensor(8.0 / 2688)
+        w2 = ExpertWeights(w2.weight, w2.weight_scale, w2.weight_scale_2, input_scale)
+        return Layer(gate_up, down, as_w13(gate_up), w2)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_tokens() -> MakeTokens:
+    def make(
+        tokens: int,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        activation: Activation,
+        *,
+        seed: int = 0,
+        masked: float = 0.0,
+    ) -> RankTokens:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
+        ids = torch.rand(tokens, num_experts, generator=generator).topk(topk, -1).indices
+        ids[torch.rand(tokens, topk, generator=generator) < masked] = -1
+        weights = torch.rand(tokens, topk, generator=generator)
+        given: QuantizedTokens | Tensor = quantize_tokens(x) if activation == "nvfp4" else x
+        return RankTokens(given, ids, weights)
+
+    return make
