@@ -11,6 +11,7 @@ from nvfp4_codec.schemas.deepseek_v4 import (
     SCHEMES,
     ModelConfig,
     Schema,
+    spell_out,
     translate_entries,
     translate_entry,
 )
@@ -163,3 +164,19 @@ def test_ignore_lists_of_real_exports(source):
 def test_every_module_name_translates_alone(scheme):
     for name, official in matrices(TINY, scheme).items():
         assert translate_entry(name, TINY, scheme) == (official,)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("*.wo_a", {"layers.*.attn.wo_a", "mtp.*.attn.wo_a"}),
+        ("layers.1.ffn.experts.*.w1", {"layers.1.ffn.experts.*.w1"}),
+        ("layers.[012].attn.wo_a", {f"layers.{i}.attn.wo_a" for i in range(3)}),
+        ("embed", {"embed"}),
+    ],
+)
+def test_modules_are_spelled_out_exactly(wanted, expected):
+    chosen = meant(wanted, TINY, "official")
+    entries = spell_out(chosen, TINY)
+    assert set(entries) == expected
+    assert set().union(*(meant(entry, TINY, "official") for entry in entries)) == chosen

@@ -13,6 +13,7 @@ from nvfp4_codec.schemas.deepseek_v4 import (
     Schema,
     detect_scheme,
     from_official,
+    fused_with,
     to_official,
 )
 
@@ -227,3 +228,24 @@ def test_pro_translates_completely():
     report = schema.match(names)
     assert report.ok
     assert list(report.matched.values()) == [spec.name for spec in schema.tensors("nvfp4")]
+
+
+@pytest.mark.parametrize("model", ["pro", "flash-0731"])
+def test_fused_modules_are_linears_of_one_input_and_say_so_of_each_other(model):
+    linears = {
+        e.module(): e for e in load(model, n_routed_experts=2).entries() if e.template.row.linear
+    }
+    groups = {fused_with(module) for module in linears}
+    fused = [group for group in groups if len(group) > 1]
+    kinds = {tuple(name.rsplit(".", 1)[1] for name in group) for group in fused}
+    assert kinds == {("wq_a", "wkv"), ("wkv", "wgate"), ("w1", "w3")}
+    for group in fused:
+        assert {linears[name].shape[1] for name in group} == {linears[group[0]].shape[1]}
+        assert len({linears[name].block for name in group}) == 1
+        assert {fused_with(name) for name in group} == {group}
+    alone = {name.rsplit(".", 1)[-1] for group in groups if len(group) == 1 for name in group}
+    assert alone >= {"wq_b", "wo_a", "wo_b", "w2", "weights_proj", "gate", "head"}
+    # vLLM 0.33 fuses as many for each block: attention, compressors, shared and routed experts
+    blocks = load(model, n_routed_experts=2).config.blocks
+    compressors = sum((b.ratio > 0) + (b.ratio == 4) for b in blocks)
+    assert len(fused) == len(blocks) * (1 + 1 + 2) + compressors

@@ -190,6 +190,8 @@ def test_any_layer_count_ratios_and_mtp_count():
         ({"n_shared_experts": 2}, "n_shared_experts is 2"),
         ({"expert_dtype": "int4"}, "expert_dtype is 'int4'"),
         ({"hidden_size": "256"}, "hidden_size is '256'"),
+        ({"num_hash_layers": "three"}, "a value is of the wrong type"),
+        ({"compress_ratios": 4}, "a value is of the wrong type"),
         ({"num_hash_layers": None, "mlp_layer_types": ["moe", "hash_moe"]}, "they come first"),
     ],
 )

@@ -150,23 +150,42 @@ def _compare(
         if quality >= _POOR_DB:
             compared.fine.add(name)
         return
-    report = None if partly else explain_families(source, family, reference, other)
     if partly and "nan-scale" not in known and "nonfinite-weight" not in known:
         return  # scales of the wrong sign explain it
+    compared.findings.append(
+        too_far(source, family, reference, other, quality, _POOR_DB, explain=not partly)
+    )
+
+
+def too_far(
+    source: Checkpoint,
+    family: Family,
+    reference: Checkpoint,
+    other: Family,
+    quality: float,
+    least: float,
+    *,
+    explain: bool = True,
+) -> Finding:
+    """The finding that values are further from the reference's than ``least`` dB, and why.
+
+    ``explain``: look for a convention error; else, or if there is none, none is named.
+    """
+    from .verify import Finding
+
+    report = explain_families(source, family, reference, other) if explain else None
     best = report.best if report is not None else None
     code = "differs-from-reference" if best is None else _CODES.get(best.name, best.name)
     cause = "No known convention error explains it" if best is None else best.meaning
     fix = "quantize it again from the reference" if best is None else best.fix
     shown_quality = "not a number" if math.isnan(quality) else f"{quality:.1f} dB"
-    compared.findings.append(
-        Finding(
-            code,
-            name,
-            file,
-            f"SQNR {shown_quality} against the reference",
-            f"at least {_POOR_DB:g} dB",
-            f"{cause}: {fix}.",
-        )
+    return Finding(
+        code,
+        shown(family.weight.name),
+        shown(family.weight.file),
+        f"SQNR {shown_quality} against the reference",
+        f"at least {least:g} dB",
+        f"{cause}: {fix}.",
     )
 
 

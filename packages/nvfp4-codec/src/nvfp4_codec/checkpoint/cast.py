@@ -1,23 +1,27 @@
-"""MXFP4 to NVFP4 in a file, without torch and without touching the codes.
+"""MXFP4 to NVFP4 in a file, without touching the codes.
 
 ``nvfp4_codec.convert.mxfp4_to_nvfp4`` defines the result. Nearly every tensor is inside
 the window where the cast only rewrites scale bytes, one table look-up each, while the codes
-are copied inside the kernel; that is all this file does. A tensor outside the window, or
-with NaN scales, goes through the library function.
+are copied inside the kernel, without torch. A tensor outside the window, or with NaN scales,
+goes through the library function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
 from .families import Family
-from .header import shown
+from .header import TensorSpec, shown
 from .reader import Bytes, Checkpoint
+from .writer import ShardWriter
+
+if TYPE_CHECKING:
+    from ..convert.mxfp4 import OutsidePolicy
 
 E8M0_BIAS: Final = 127
 TOP_EXPONENT: Final = 8  # E4M3's powers of two are 2^-9..2^8
@@ -144,6 +148,74 @@ class ScaleCaster:
         if use not in self._buffers or self._buffers[use].size < size:
             self._buffers[use] = np.empty(size, dtype=np.uint8)
         return self._buffers[use][:size]
+
+
+class FamilyCaster:
+    """Writes MXFP4 families as NVFP4.
+
+    outside: what happens to blocks that the exact window does not hold, as in
+        ``mxfp4_to_nvfp4``. It remembers the exponents of fused families, so that the second
+        of them is not read twice.
+    """
+
+    def __init__(self, source: Checkpoint, outside: OutsidePolicy) -> None:
+        self._source = source
+        self._outside: OutsidePolicy = outside
+        self._scales = ScaleCaster()
+        self._tops: dict[str, int | None] = {}
+
+    def write(
+        self,
+        writer: ShardWriter,
+        family: Family,
+        group: Sequence[Family],
+        specs: tuple[TensorSpec, TensorSpec, TensorSpec],
+    ) -> int:
+        """Fills weight, weight_scale and weight_scale_2; returns the number of inexact blocks.
+
+        group: the families that share one weight_scale_2, this one among them.
+        """
+        assert family.scale is not None
+        scales = self._scales.read(self._source, family.scale.name)
+        key = group[0].module
+        if key not in self._tops:
+            self._tops[key] = (
+                largest_exponent(self._source, family, scales)
+                if len(group) == 1
+                else joint_exponent(self._source, group)
+            )
+        top = self._tops[key]
+        weight, scale, scale_2 = specs
+        if top is None or not inside_window(scales, top):
+            return self._write_by_library(writer, family, specs, top)
+        writer.copy(weight.name, self._source, family.weight, last=True)
+        writer.write(scale.name, self._scales.cast(scales, top))
+        writer.write(scale_2.name, weight_scale_2(top))
+        return 0
+
+    def _write_by_library(
+        self,
+        writer: ShardWriter,
+        family: Family,
+        specs: tuple[TensorSpec, TensorSpec, TensorSpec],
+        top: int | None,
+    ) -> int:
+        """What the table cannot do: blocks outside the window, zeros only, NaN scales."""
+        import torch
+
+        from ..convert import mxfp4_to_nvfp4
+        from .values import load_mxfp4
+
+        global_scale = None
+        if top is not None:
+            raw = np.frombuffer(weight_scale_2(top), dtype=np.float32)
+            global_scale = torch.from_numpy(raw.copy()).reshape(())
+        weight, scale = load_mxfp4(self._source, family)
+        made = mxfp4_to_nvfp4(weight, scale, weight_scale_2=global_scale, outside=self._outside)
+        writer.write_tensor(specs[0].name, made.weight)
+        writer.write_tensor(specs[1].name, made.weight_scale)
+        writer.write_tensor(specs[2].name, made.weight_scale_2.reshape(()))
+        return int((~made.lossless_mask).sum())
 
 
 def check_castable(family: Family) -> None:

@@ -134,7 +134,6 @@ class _Context:
     plan: Rewrite
     options: ConvertOptions
     report: ConvertReport
-    caster: cast.ScaleCaster = field(default_factory=cast.ScaleCaster)
 
 
 def _joined(family: Family) -> str:
@@ -167,7 +166,9 @@ def _step(family: Family, work: Callable[[ShardWriter], None]) -> Callable[[Shar
 def _plan_nvfp4(context: _Context) -> None:
     mxfp4 = [family for family in context.report.converted if family.kind == "mxfp4"]
     groups = {f.module: group for group in fused_groups(mxfp4) for f in group}
-    tops: dict[str, int | None] = {}
+    caster = cast.FamilyCaster(
+        context.source, "requantize" if context.options.allow_lossy else "error"
+    )
     for family in context.report.converted:
         if family.kind == "nvfp4":
             _plan_rename(context, family, "weight", "weight_scale_2")
@@ -179,80 +180,30 @@ def _plan_nvfp4(context: _Context) -> None:
             TensorSpec(f"{joined}weight_scale", "F8_E4M3", (*lead, k // 16)),
             TensorSpec(f"{joined}weight_scale_2", "F32", ()),
         )
-        work = _cast_step(context, family, groups.get(family.module, [family]), specs, tops)
+        work = _cast_step(context, caster, family, groups.get(family.module, [family]), specs)
         context.plan.produce(family.weight.file, specs, _step(family, work), family.weight.offset)
 
 
 def _cast_step(
     context: _Context,
+    caster: cast.FamilyCaster,
     family: Family,
     group: list[Family],
     specs: tuple[TensorSpec, TensorSpec, TensorSpec],
-    tops: dict[str, int | None],
 ) -> Callable[[ShardWriter], None]:
-    source = context.source
-    assert family.scale is not None
-    scale_name = family.scale.name
-
     def work(writer: ShardWriter) -> None:
-        scales = context.caster.read(source, scale_name)
-        key = group[0].module
-        if key not in tops:
-            alone = len(group) == 1
-            tops[key] = (
-                cast.largest_exponent(source, family, scales)
-                if alone
-                else cast.joint_exponent(source, group)
+        try:
+            lossy = caster.write(writer, family, group, specs)
+        except LosslessError as error:
+            raise LosslessError(f"{error}. On the command line: --allow-lossy") from None
+        if lossy:
+            context.report.remark(
+                family,
+                f"{lossy} of {family.numel // 32} blocks lie outside the exact window and "
+                "were requantized",
             )
-        top = tops[key]
-        weight, scale, scale_2 = specs
-        if top is not None and cast.inside_window(scales, top):
-            writer.copy(weight.name, source, family.weight)
-            writer.write(scale.name, context.caster.cast(scales, top))
-            writer.write(scale_2.name, cast.weight_scale_2(top))
-        else:
-            _cast_by_library(context, family, writer, specs, top)
 
     return work
-
-
-def _cast_by_library(
-    context: _Context,
-    family: Family,
-    writer: ShardWriter,
-    specs: tuple[TensorSpec, TensorSpec, TensorSpec],
-    top: int | None,
-) -> None:
-    """What the table cannot do: blocks outside the window, zeros only, NaN scales."""
-    import torch
-
-    from ..convert import mxfp4_to_nvfp4
-    from .values import load_mxfp4
-
-    global_scale = None
-    if top is not None:
-        raw = np.frombuffer(cast.weight_scale_2(top), dtype=np.float32)
-        global_scale = torch.from_numpy(raw.copy()).reshape(())
-    weight, scale = load_mxfp4(context.source, family)
-    try:
-        made = mxfp4_to_nvfp4(
-            weight,
-            scale,
-            weight_scale_2=global_scale,
-            outside="requantize" if context.options.allow_lossy else "error",
-        )
-    except LosslessError as error:
-        raise LosslessError(f"{error}. On the command line: --allow-lossy") from None
-    lossy = int((~made.lossless_mask).sum())
-    if lossy:
-        context.report.remark(
-            family,
-            f"{lossy} of {made.lossless_mask.numel()} blocks lie outside the exact window and "
-            "were requantized",
-        )
-    writer.write_tensor(specs[0].name, made.weight)
-    writer.write_tensor(specs[1].name, made.weight_scale)
-    writer.write_tensor(specs[2].name, made.weight_scale_2.reshape(()))
 
 
 def _plan_compressed_tensors(context: _Context) -> None:
@@ -301,17 +252,21 @@ def _plan_rename(context: _Context, family: Family, weight: str, global_name: st
 
 def _plan_bf16(context: _Context) -> None:
     for family in context.report.converted:
-        spec = TensorSpec(dense_name(family), "BF16", family.shape)
+        plan_bf16(context.plan, family)
 
-        def work(writer: ShardWriter, family: Family = family, spec: TensorSpec = spec) -> None:
-            import torch
 
-            from .values import load_values
+def plan_bf16(plan: Rewrite, family: Family) -> None:
+    """Plans a quantized family's values as one BF16 tensor, in the file of its weight."""
+    spec = TensorSpec(dense_name(family), "BF16", family.shape)
 
-            values = load_values(context.source, family, torch.bfloat16)
-            writer.write_tensor(spec.name, values)
+    def work(writer: ShardWriter) -> None:
+        import torch
 
-        context.plan.produce(family.weight.file, [spec], work, family.weight.offset)
+        from .values import load_values
+
+        writer.write_tensor(spec.name, load_values(plan.source, family, torch.bfloat16))
+
+    plan.produce(family.weight.file, [spec], work, family.weight.offset)
 
 
 def _plan_fp8_block(context: _Context) -> None:

@@ -208,6 +208,32 @@ def build_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None
     return Layout(len(body).to_bytes(8, "little") + body, moved)
 
 
+def relabel(header: Header, names: Mapping[str, str]) -> Layout:
+    """The header of the same data under other names: order, dtypes and shapes stay.
+
+    A header that is no longer than the old one is filled up with spaces to its length, so that
+    no byte of the data moves; a longer one is padded to 8 bytes.
+    """
+    table: dict[str, object] = {}
+    if header.metadata:
+        table["__metadata__"] = dict(header.metadata)
+    for entry in header.entries:
+        name = names[entry.name]
+        if name in table:
+            raise CheckpointError("two tensors would get this name.", tensor=shown(name))
+        table[name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.begin, entry.end],
+        }
+    body = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    old = header.data_offset - 8
+    body += b" " * (old - len(body) if len(body) <= old else -len(body) % 8)
+    start = 8 + len(body)
+    ranges = {names[e.name]: (e.begin + start, e.end + start) for e in header.entries}
+    return Layout(len(body).to_bytes(8, "little") + body, ranges)
+
+
 _NOT_WHOLE = "The file is truncated or still being written: fetch it again."
 _DAMAGED = "The header is damaged or was written wrongly: fetch or write the file again."
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from .job import Shard
 
 
-def check_names(plan: str, shards: Iterable[Shard], documents: Iterable[str]) -> None:
+def check_names(own: Iterable[str], shards: Iterable[Shard], documents: Iterable[str]) -> None:
     """CheckpointError if two tensors or two files would get one name, or a file a taken one.
 
-    plan: the name of the file that holds the progress.
+    own: the names of what records the progress.
     """
     shards = tuple(shards)
     _check_tensors(shards)
-    taken = {plan: "the file that records the progress"}
+    taken = dict.fromkeys(own, "what records the progress")
     taken.update((name, "another file of the output") for name in documents)
     for shard in shards:
         name = os.path.normpath(shard.file)

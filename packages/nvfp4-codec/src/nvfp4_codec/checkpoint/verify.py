@@ -7,7 +7,7 @@ in every tensor alike, or in one that is not fused with others, and a factor com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
@@ -54,40 +54,51 @@ def verify_checkpoint(
     """
     families = find_families(source.tensors)
     findings: list[Finding] = []
-    sound: list[Family] = []
     for family in families:
-        structural = [
-            _finding(family, p.code, p.found, p.expected, p.fix) for p in problems(family)
-        ]
-        findings += structural
-        if not structural:
-            sound.append(family)
-        if family.kind == "plain":
-            findings += _plain(source, family)
-        elif family.kind == "fp8-block":
-            findings += [] if structural else _fp8(source, family)
-        else:
-            # a scale of another dtype or shape tells nothing more by its bytes
-            codes = {problem.code for problem in structural}
-            raw = None if family.scale is None else source.read(family.scale.name)
-            if raw is not None and not codes - {"missing-weight-scale-2"}:
-                findings += _block_scales(source, family, raw)
-            if family.global_scale is not None and "shape-mismatch" not in codes:
-                findings += _global_scale(source, family, raw)
+        findings += verify_family(source, family)
         advance(family.nbytes)
     findings += [
         _finding(family, p.code, p.found, p.expected, p.fix)
         for family, p in loose_problems(families)
     ]
-    groups = fused_groups(sound)
-    odd = {f.tensor for f in findings if f.code in ("bad-global-scale", "reciprocal-global-scale")}
-    for group in groups:
-        findings += _fused(source, group, odd)
+    for group in fused_groups(family for family in families if not problems(family)):
+        findings += verify_fused(source, group, findings)
     if reference is not None:
         from .against import compare_with_reference, merged
 
         compared = compare_with_reference(source, families, reference, findings)
         findings = merged(findings, compared)
+    return findings
+
+
+def verify_family(source: Checkpoint, family: Family) -> list[Finding]:
+    """What is wrong with one weight by itself; reads each of its tensors once."""
+    structural = [_finding(family, p.code, p.found, p.expected, p.fix) for p in problems(family)]
+    if family.kind == "plain":
+        return structural + _plain(source, family)
+    if family.kind == "fp8-block":
+        return structural or _fp8(source, family)
+    findings = structural
+    # a scale of another dtype or shape tells nothing more by its bytes
+    codes = {problem.code for problem in structural}
+    raw = None if family.scale is None else source.read(family.scale.name)
+    if raw is not None and not codes - {"missing-weight-scale-2"}:
+        findings = findings + _block_scales(source, family, raw)
+    if family.global_scale is not None and "shape-mismatch" not in codes:
+        findings = findings + verify_global_scale(source, family, raw)
+    return findings
+
+
+def verify_fused(
+    source: Checkpoint, group: Sequence[Family], known: Iterable[Finding] = ()
+) -> list[Finding]:
+    """What is wrong between sound weights that a loader fuses: global scales, then columns.
+
+    ``known``: findings already made; a global scale that is one of them is not compared.
+    """
+    findings = verify_fused_scales(source, group, known)
+    if sum(family.kind == "nvfp4" and family.global_scale is not None for family in group) > 1:
+        findings += _swapped(source, group)
     return findings
 
 
@@ -304,7 +315,10 @@ def global_value(source: Checkpoint, family: Family) -> float:
     return float(source.read(family.global_scale.name).view(np.float32)[0])
 
 
-def _global_scale(source: Checkpoint, family: Family, raw: Bytes | None) -> list[Finding]:
+def verify_global_scale(
+    source: Checkpoint, family: Family, raw: Bytes | None = None
+) -> list[Finding]:
+    """What is wrong with a global scale; more of it shows with the block scales' bytes ``raw``."""
     value = global_value(source, family)
     name = "weight_global_scale" if family.divides else "weight_scale_2"
     if not (np.isfinite(value) and value > 0):
@@ -360,34 +374,35 @@ def _global_scale(source: Checkpoint, family: Family, raw: Bytes | None) -> list
     return []
 
 
-def _fused(source: Checkpoint, group: list[Family], odd: set[str]) -> list[Finding]:
-    """Projections that a loader fuses: one global scale, and columns that agree.
-
-    ``odd``: weights whose global scale is a finding of its own already.
-    """
-    findings: list[Finding] = []
-    quantized = [f for f in group if f.kind == "nvfp4" and f.global_scale is not None]
-    sound = [f for f in quantized if shown(f.weight.name) not in odd]
-    values = {f.module: global_value(source, f) for f in sound}
-    if len(set(values.values())) > 1:
-        first = sound[0]
-        listed = ", ".join(f"{shown(f.module)}: {values[f.module]:g}" for f in sound)
-        findings.append(
-            _finding(
-                first,
-                "fused-scale-mismatch",
-                listed,
-                "one value: loaders fuse these projections and keep a single weight_scale_2",
-                "Rescale the block scales to the larger value (unify_weight_scale_2), or quantize "
-                "again with `nvfp4 quantize`.",
-            )
+def verify_fused_scales(
+    source: Checkpoint, group: Sequence[Family], known: Iterable[Finding] = ()
+) -> list[Finding]:
+    """The finding that weights which a loader fuses have different global scales."""
+    odd = {f.tensor for f in known if f.code in ("bad-global-scale", "reciprocal-global-scale")}
+    sound = [
+        family
+        for family in group
+        if family.kind == "nvfp4"
+        and family.global_scale is not None
+        and shown(family.weight.name) not in odd
+    ]
+    values = {family.module: global_value(source, family) for family in sound}
+    if len(set(values.values())) < 2:
+        return []
+    listed = ", ".join(f"{shown(f.module)}: {values[f.module]:g}" for f in sound)
+    return [
+        _finding(
+            sound[0],
+            "fused-scale-mismatch",
+            listed,
+            "one value: loaders fuse these projections and keep a single weight_scale_2",
+            "Rescale the block scales to the larger value (unify_weight_scale_2), or quantize "
+            "again with `nvfp4 quantize`.",
         )
-    if len(quantized) > 1:
-        findings += _swapped(source, group)
-    return findings
+    ]
 
 
-def _swapped(source: Checkpoint, group: list[Family]) -> list[Finding]:
+def _swapped(source: Checkpoint, group: Sequence[Family]) -> list[Finding]:
     """One of two matrices that read the same input has even and odd columns exchanged."""
     # Trained q and k, or gate and up, weigh their inputs alike; v does not follow them.
     names = ("w1", "w3", "gate_proj", "up_proj", "q_proj", "k_proj", "query", "key")

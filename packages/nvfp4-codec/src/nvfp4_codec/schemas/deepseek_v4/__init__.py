@@ -6,7 +6,7 @@ a whole checkpoint, ``report`` checks one, ``entries`` translates the globs of q
 """
 
 from .config import Block, ModelConfig
-from .entries import translate_entries, translate_entry
+from .entries import spell_out, translate_entries, translate_entry
 from .names import (
     SCHEMES,
     Parsed,
@@ -15,6 +15,7 @@ from .names import (
     detect_scheme,
     from_official,
     fused_experts,
+    fused_with,
     parse,
     to_official,
 )
@@ -40,7 +41,9 @@ __all__ = [
     "detect_scheme",
     "from_official",
     "fused_experts",
+    "fused_with",
     "parse",
+    "spell_out",
     "to_official",
     "translate_entries",
     "translate_entry",

@@ -85,6 +85,13 @@ class ModelConfig:
         Raises:
             CheckpointError: it is not DeepSeek-V4, or a key is missing or contradicts another.
         """
+        try:
+            return cls._read(config)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise _problem(f"a value is of the wrong type ({error}): repair it") from None
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> ModelConfig:
         model_type = config.get("model_type")
         if model_type != "deepseek_v4":
             raise _problem(f"model_type is {model_type!r}; this schema describes 'deepseek_v4'")

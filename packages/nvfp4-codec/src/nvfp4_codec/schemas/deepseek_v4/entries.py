@@ -61,6 +61,15 @@ def translate_entries(
     return tuple(dict.fromkeys(o for e in entries for o in translate_entry(e, schema, scheme)))
 
 
+def spell_out(modules: Iterable[str], schema: Schema) -> tuple[str, ...]:
+    """Official names of quantizable modules as few entries that match exactly these.
+
+    Globs stand for what is the same in all blocks, or for all experts of one.
+    """
+    pool = [module for module in _modules_of(schema, "official") if module.quantizable]
+    return tuple(_spelled_out(set(modules), pool))
+
+
 class _Module(NamedTuple):
     """A module that an entry can mean; ``shape`` is its official name with ``*`` for indices."""
 

@@ -225,6 +225,24 @@ def fused_experts(name: str, num_experts: int) -> tuple[str, ...]:
     return tuple(f"{block}.{e}.{leaf}.weight" for e in range(num_experts) for leaf in leaves)
 
 
+#: Projections of one input that loaders concatenate: they then share one weight_scale_2.
+FUSED = (("attn.wq_a", "attn.wkv"), ("compressor.wkv", "compressor.wgate"), ("w1", "w3"))
+
+
+def fused_with(module: str) -> tuple[str, ...]:
+    """The official names of the modules that loaders fuse into one matrix, this one among them.
+
+    ``layers.3.ffn.experts.17.w3`` gives its ``w1`` and itself; a module that stands alone gives
+    itself only.
+    """
+    for group in FUSED:
+        for tail in group:
+            if module.endswith(f".{tail}"):
+                parent = module.removesuffix(tail)
+                return tuple(parent + other for other in group)
+    return (module,)
+
+
 def detect_scheme(names: Iterable[str]) -> Scheme:
     """The scheme in which all recognizable ``names`` are written.
 
