@@ -16,7 +16,9 @@ nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).resolve().parent
 CODEC = "./packages/nvfp4-codec"
-# Members whose code is not there yet: installed without their requirements (vllm alone is 9 GB).
+PATCHES = "./packages/modelopt-v4-patches"
+# Installed without their requirements: the test group has those that tests need, and vllm alone
+# is 9 GB.
 OTHERS = ("modelopt-v4-patches", "vllm-dsv4", "megamoe-kernel")
 OTHERS_EDITABLE = tuple(f"--editable=./packages/{name}" for name in OTHERS)
 
@@ -112,8 +114,15 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """The main job: quantize a real model to NVFP4, verify it, and show what that cost."""
-    install(session, CODEC, "--group=demo")
+    """The main job: a small DeepSeek-V4 through the whole pipeline, and what each way costs."""
+    install(session, CODEC, f"{PATCHES}[modelopt]")
+    session.run("dsv4-quantize", "demo", *(session.posargs or ["tests/assets/tiny-dsv4"]))
+
+
+@nox.session
+def example(session: nox.Session) -> None:
+    """The codec alone, on another model: all-MiniLM-L6-v2 to NVFP4, verified and measured."""
+    install(session, CODEC, "--group=example")
     session.run("python", "packages/nvfp4-codec/examples/minilm.py", *session.posargs)
 
 

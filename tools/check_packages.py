@@ -21,6 +21,7 @@ SMOKE = ROOT / "tools" / "smoke.py"
 # CMake looks into /usr/bin even when PATH does not name it. Switched off, the machine has no
 # compiler for all that a build can see.
 NO_COMPILER = {"CMAKE_ARGS": "-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF"}
+COMMANDS = {"modelopt-v4-patches": "dsv4-quantize"}
 UNSET = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "VIRTUAL_ENV", "PYTHONPATH", "CMAKE_GENERATOR")
 
 
@@ -82,12 +83,15 @@ def check_codec_without_compiler(python: Path, folder: Path) -> None:
 
 
 def check_others(codec: Path, python: Path, folder: Path) -> None:
-    """Install the other packages beside the codec and import them.
+    """Install the other packages beside the codec, import them, and ask their commands for help.
 
     vllm and torch are not installed for that: whether vllm's requirements can be met is
-    answered by a dry run, which resolves and downloads nothing.
+    answered by a dry run, which resolves and downloads nothing. That imports and help work
+    without torch is part of what is checked.
     """
     environment = Environment(folder, python)
+    environment.install("--no-deps", str(codec))
+    environment.install("rich")
     for package in PACKAGES:
         if package == NATIVE:
             continue
@@ -99,6 +103,8 @@ def check_others(codec: Path, python: Path, folder: Path) -> None:
             f"import {name}; assert {name}.__version__ == {read_version()!r}; print({name!r}, 'ok')"
         )
         print(" ", environment.run(str(environment.python), "-I", "-c", code).strip(), flush=True)
+        if (command := COMMANDS.get(package)) is not None:
+            environment.run(str(environment.python.with_name(command)), "--help")
 
 
 def main() -> int:
