@@ -5,7 +5,7 @@ The names below import on first use: nothing here waits for torch, transformers 
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from nvfp4_codec.lazy import attach
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from .snapshot import Snapshot
     from .validate import validate
 
-__version__ = version("modelopt-v4-patches")
+try:
+    __version__ = version("modelopt-v4-patches")
+except PackageNotFoundError:  # a plain checkout on the path
+    __version__ = "0+unknown"
 
 _HOMES = {
     "ExportOptions": "export",

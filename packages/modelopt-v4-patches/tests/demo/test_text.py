@@ -1,0 +1,77 @@
+"""The split between calibration and measurement is the one that the tiny model was trained with."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from modelopt_v4_patches import text
+from modelopt_v4_patches.errors import DSV4Error
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture(scope="module")
+def training_rule() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("data", ROOT / "tools/tiny_dsv4/data.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_held_out_text_is_what_training_held_out(training_rule: ModuleType) -> None:
+    theirs = training_rule.excerpts(training_rule.standard_library(), 1000)
+    ours = text.held_out_excerpts()
+    assert list(ours.items()) == list(theirs.items())
+    assert len(ours) >= 8  # 32,000 tokens in 8,192-byte excerpts, and some to spare
+
+
+def test_calibration_text_was_trained_on(training_rule: ModuleType) -> None:
+    held_out = b"".join(
+        source
+        for name, source in training_rule.standard_library().items()
+        if training_rule.is_held_out(name)
+    )
+    pieces = text.calibration_texts(64, 400)
+    assert {len(piece) for piece in pieces} == {400}
+    assert len(set(pieces)) == 64
+    assert not [piece for piece in pieces if piece.encode() in held_out]
+
+
+def test_windows_are_the_excerpts_cut_evenly() -> None:
+    excerpts = list(text.held_out_excerpts().values())
+    windows = text.held_out_windows(5, 4096)
+    assert windows.shape == (5, 4096)
+    assert windows.dtype == np.int64
+    assert bytes(windows[2].tolist()) == excerpts[1][:4096]
+    assert bytes(windows[3].tolist()) == excerpts[1][4096:]
+
+
+def test_windows_of_named_modules() -> None:
+    names = list(text.held_out_excerpts())[3:5]
+    windows = text.held_out_windows(1, 8192, names)
+    assert bytes(windows[0].tolist()) == text.held_out_excerpts()[names[0]]
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "names", "message"),
+    [
+        (1, 4095, None, "4095 bytes do not divide"),
+        (10**6, 4096, None, "1000000 windows were asked for; there are"),
+        (1, 4096, ["no/such.py"], "no held-out module 'no/such.py'"),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    count: int, length: int, names: list[str] | None, message: str
+) -> None:
+    with pytest.raises(DSV4Error, match=message):
+        text.held_out_windows(count, length, names)
+
+
+def test_too_many_calibration_texts_are_refused() -> None:
+    with pytest.raises(DSV4Error, match="1000000 texts"):
+        text.calibration_texts(10**6)
