@@ -116,7 +116,7 @@ def docs(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """The main job: a small DeepSeek-V4 through the whole pipeline, and what each way costs."""
     install(session, CODEC, f"{PATCHES}[modelopt]")
-    session.run("dsv4-quantize", "demo", *(session.posargs or ["tests/assets/tiny-dsv4"]))
+    session.run("dsv4-quantize", "demo", *session.posargs)
 
 
 @nox.session

@@ -4,10 +4,10 @@ From the official checkpoint: dequantize, calibrate, export in both presets, fin
 modelopt's own, validate each, and measure all of them, with two wrong readings for comparison.
 
 Perplexity alone does not rank good checkpoints. On MXFP4 values modelopt's rounding makes experts
-3.3 % smaller (of 3 times a block's scale it often makes 8/3), and a model that has seen its text
-several times, as tiny-dsv4 has, gains 0.2 % of perplexity from smaller experts: scaling the official ones
-by 0.967 does it too. So modelopt's export, farther from the official model token by token, has a
-perplexity as good. Ours is held to be closer, and to be no worse by more than a stated margin.
+3.5 % smaller (of 3 times a block's scale it often makes 8/3), and a model that has seen its text
+several times, as tiny-dsv4 has, gains 0.2 % of perplexity from smaller experts: the official ones,
+scaled down, do the same. So modelopt's export, farther from the official model token by token, has
+a perplexity as good. Ours is held to be closer, and no worse by more than a stated margin.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ class Fidelity:
     """A checkpoint's weights compared with the official ones.
 
     sqnr: dB by part of the main model, over all of its weights, and for `MTP`, over those that are
-    there; inf where they are equal. nvfp4: official names of
-    the modules that are stored so. quantized: whether any weight of the main model is stored in a
-    format that quantizes activations too. expert_gain: <w, official> / <official, official> of the
-    main model's experts, below 1 where rounding shrinks them. digest: SHA-256 of the main model's values.
+    there; inf where they are equal. nvfp4: official names of the modules that are stored so.
+    quantized: whether any weight of the main model is stored in a format that quantizes activations
+    too. digest: SHA-256 of the main model's values. expert_gain: <w, official> / <official,
+    official> of its experts, below 1 where rounding shrinks them.
     """
 
     sqnr: Mapping[str, float]

@@ -1,8 +1,8 @@
 """``dsv4-quantize demo``: the whole pipeline on a small trained model, and one table.
 
-``--json``: rows [{name, bytes, expert_error, expert_gain, sqnr {part: dB}, weight_only and activations
-{perplexity, difference {value, low, high}, shift}, findings}], against_modelopt {mode: {perplexity
-and shift {value, low, high}}}, uncovered, snapshot_findings, tokens, seconds {step: s},
+``--json``: rows [{name, bytes, expert_error, expert_gain, sqnr {part: dB}, weight_only and
+activations {perplexity, difference {value, low, high}, shift}, findings}], against_modelopt {mode:
+{perplexity and shift {value, low, high}}}, uncovered, snapshot_findings, tokens, seconds {step: s},
 faults. Numbers that are not finite are strings.
 """
 
