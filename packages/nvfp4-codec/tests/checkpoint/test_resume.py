@@ -141,7 +141,7 @@ def test_sigkill_at_random_points(job: tuple[Path, Run], tmp_path: Path, kills: 
         interrupted += (output / PLAN_NAME).exists() or not output.exists()
         run(path, output, resume=True)
         assert tree(output) == expected
-    assert interrupted >= kills // 2
+    assert interrupted  # how many depends on what else the machine does
 
 
 def interrupt(path: Path, run: Run, output: Path, at: str = "fsync") -> None:
