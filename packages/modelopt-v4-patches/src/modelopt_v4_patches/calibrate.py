@@ -19,11 +19,11 @@ from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.reader import Checkpoint
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
 
-from .bf16_source import check_source, load_model, some_names
-from .capture import Facts, Recorder
+from .calibration.bf16_source import check_source, load_model, some_names
+from .calibration.capture import Facts, Recorder
+from .calibration.memory import Room, check_memory, measure_need, measure_room
+from .calibration.samples import read_texts
 from .errors import CalibrationError, SnapshotError, VersionError
-from .memory import Room, check_memory, measure_need, measure_room
-from .samples import read_texts
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:

@@ -25,17 +25,17 @@ from numpy.typing import NDArray
 
 from nvfp4_codec.checkpoint.values import load_values
 
-from . import text
-from .broken import e8m0_as_e4m3, scales_of_one
 from .calibrate import CalibrationOptions, calibrate
 from .dequantize import dequantize_checkpoint
 from .errors import DSV4Error
-from .evaluate import Losses, ReadWeight, load_model, perplexity, token_losses
 from .export import ExportOptions, export_checkpoint
-from .fidelity import MTP, Fidelity, compare_weights
 from .finalize import finalize_checkpoint
-from .intervals import Difference, mean_difference, perplexity_difference
-from .modelopt_export import modelopt_export
+from .quality import text
+from .quality.broken import e8m0_as_e4m3, scales_of_one
+from .quality.evaluate import Losses, ReadWeight, load_model, perplexity, token_losses
+from .quality.fidelity import MTP, Fidelity, compare_weights
+from .quality.intervals import Difference, mean_difference, perplexity_difference
+from .quality.modelopt_export import modelopt_export
 from .validate import examine
 
 _log = logging.getLogger(__name__)

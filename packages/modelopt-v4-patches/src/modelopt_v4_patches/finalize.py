@@ -26,11 +26,11 @@ from nvfp4_codec.errors import CheckpointError
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig, Scheme
 
 from .config import encoding_files
-from .exported_config import ExportedConfig, complete_config, read_reference
-from .fused import FusedGroup, fused_groups, half_quantized
-from .inplace import finish, is_interrupted, locked, relabel_in_place
-from .recognize import Recognized, recognize
-from .relabel import Written, relabel_to_folder
+from .renaming.exported_config import ExportedConfig, complete_config, read_reference
+from .renaming.fused import FusedGroup, fused_groups, half_quantized
+from .renaming.inplace import finish, is_interrupted, locked, relabel_in_place
+from .renaming.recognize import Recognized, recognize
+from .renaming.relabel import Written, relabel_to_folder
 
 #: Without these no server starts.
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")

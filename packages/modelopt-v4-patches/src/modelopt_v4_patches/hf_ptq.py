@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from .bf16_source import check_source
 from .calibrate import CalibrationOptions, CalibrationReport, check_fits, check_output, finish
-from .capture import Facts, Recorder
-from .checkout import Script, check_release, check_script, refuse_arguments
+from .calibration.bf16_source import check_source
+from .calibration.capture import Facts, Recorder
+from .calibration.checkout import Script, check_release, check_script, refuse_arguments
+from .calibration.samples import dataset_name
 from .errors import CalibrationError
-from .samples import dataset_name
 
 logger = logging.getLogger(__name__)
 

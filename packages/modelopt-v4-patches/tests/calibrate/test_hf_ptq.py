@@ -17,7 +17,7 @@ import pytest
 
 from modelopt_v4_patches import Snapshot
 from modelopt_v4_patches.calibrate import CalibrationOptions, calibrate
-from modelopt_v4_patches.checkout import (
+from modelopt_v4_patches.calibration.checkout import (
     SHELL_NAMES,
     check_release,
     check_script,
@@ -104,7 +104,7 @@ def test_without_a_gpu_the_library_route_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("modelopt_v4_patches.memory.free_gpu_memory", list)
+    monkeypatch.setattr("modelopt_v4_patches.calibration.memory.free_gpu_memory", list)
     repo = checkout(("def parse_args", "raise SystemExit\n\n\ndef parse_args"))
     with pytest.raises(CalibrationError, match="needs a GPU and there is none.*library route"):
         calibrate_with_repo(repo, bf16, tmp_path / "amax.safetensors", jsonl, CalibrationOptions())

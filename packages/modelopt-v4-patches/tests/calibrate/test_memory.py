@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from modelopt_v4_patches import memory
 from modelopt_v4_patches.calibrate import CalibrationOptions, calibrate
-from modelopt_v4_patches.errors import CalibrationError
-from modelopt_v4_patches.memory import (
+from modelopt_v4_patches.calibration import memory
+from modelopt_v4_patches.calibration.memory import (
     GIB,
     Need,
     check_memory,
@@ -16,6 +15,7 @@ from modelopt_v4_patches.memory import (
     measure_need,
     measure_room,
 )
+from modelopt_v4_patches.errors import CalibrationError
 from nvfp4_codec.checkpoint import Checkpoint
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
 

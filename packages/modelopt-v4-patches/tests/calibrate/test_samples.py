@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from modelopt_v4_patches.calibration.samples import read_texts
 from modelopt_v4_patches.errors import CalibrationError
-from modelopt_v4_patches.samples import read_texts
 
 LINES = (
     '{"text": "one"}\n'

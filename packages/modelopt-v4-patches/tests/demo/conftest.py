@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from modelopt_v4_patches import text
+from modelopt_v4_patches.quality import text
 from nvfp4_codec.cli import main as nvfp4
 
 TINY = Path(__file__).parents[4] / "tests/assets/tiny-dsv4"

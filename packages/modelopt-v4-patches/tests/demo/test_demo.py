@@ -18,9 +18,9 @@ from modelopt_v4_patches.cli import demo as command
 from modelopt_v4_patches.cli import main
 from modelopt_v4_patches.demo import BF16, BROKEN, COVERAGE, FULL, MODELOPT, OFFICIAL, OURS
 from modelopt_v4_patches.errors import DSV4Error
-from modelopt_v4_patches.evaluate import load_model
-from modelopt_v4_patches.fidelity import MTP, PARTS, Fidelity, compare_weights
-from modelopt_v4_patches.intervals import Difference
+from modelopt_v4_patches.quality.evaluate import load_model
+from modelopt_v4_patches.quality.fidelity import MTP, PARTS, Fidelity, compare_weights
+from modelopt_v4_patches.quality.intervals import Difference
 
 NOTHING = Difference(0.0, 0.0, 0.0)
 EXACT = dict.fromkeys((*PARTS.values(), MTP, "others"), math.inf)

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from modelopt_v4_patches import text
-from modelopt_v4_patches.broken import e8m0_as_e4m3, scales_of_one
 from modelopt_v4_patches.errors import DSV4Error, VersionError
-from modelopt_v4_patches.evaluate import load_model, perplexity, token_losses
-from modelopt_v4_patches.fakequant import nvfp4
+from modelopt_v4_patches.quality import text
+from modelopt_v4_patches.quality.broken import e8m0_as_e4m3, scales_of_one
+from modelopt_v4_patches.quality.evaluate import load_model, perplexity, token_losses
+from modelopt_v4_patches.quality.fakequant import nvfp4
 from nvfp4_codec.errors import CheckpointError
 from nvfp4_codec.schemas.deepseek_v4 import from_official, parse
 
@@ -228,7 +228,7 @@ def test_a_tensor_of_another_shape_is_named(copy: tuple[Path, dict[str, Tensor]]
 
 
 def test_an_older_transformers_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelopt_v4_patches.evaluate.version", lambda _name: "5.19.0")
+    monkeypatch.setattr("modelopt_v4_patches.quality.evaluate.version", lambda _name: "5.19.0")
     with pytest.raises(VersionError, match=r"transformers 5\.19\.0 .* 5\.20\.2 or later"):
         load_model(tiny)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelopt_v4_patches.fakequant import fp8, largest, nvfp4, quantizer_for
+from modelopt_v4_patches.quality.fakequant import fp8, largest, nvfp4, quantizer_for
 from nvfp4_codec.checkpoint import Family, TensorInfo
 
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from modelopt_v4_patches.broken import e8m0_as_e4m3
-from modelopt_v4_patches.fidelity import MTP, PARTS, compare_weights
+from modelopt_v4_patches.quality.broken import e8m0_as_e4m3
+from modelopt_v4_patches.quality.fidelity import MTP, PARTS, compare_weights
 from nvfp4_codec.checkpoint import Checkpoint, Family
 from nvfp4_codec.checkpoint.values import load_values
 

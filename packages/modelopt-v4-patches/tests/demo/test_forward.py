@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from modelopt_v4_patches import forward, text
-from modelopt_v4_patches.evaluate import load_model
+from modelopt_v4_patches.quality import forward, text
+from modelopt_v4_patches.quality.evaluate import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
 pytest.importorskip("transformers")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from modelopt_v4_patches.intervals import mean_difference, perplexity_difference
+from modelopt_v4_patches.quality.intervals import mean_difference, perplexity_difference
 
 
 def test_equal_losses_differ_by_exactly_nothing() -> None:

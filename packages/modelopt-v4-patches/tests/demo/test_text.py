@@ -7,8 +7,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from modelopt_v4_patches import text
 from modelopt_v4_patches.errors import DSV4Error
+from modelopt_v4_patches.quality import text
 
 ROOT = Path(__file__).parents[4]
 

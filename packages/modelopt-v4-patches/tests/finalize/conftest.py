@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from modelopt_v4_patches.dequantize import dequantize_checkpoint
-from modelopt_v4_patches.modelopt_export import modelopt_export
+from modelopt_v4_patches.quality.modelopt_export import modelopt_export
 from nvfp4_codec import quantize_nvfp4
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig, Schema, Scheme, from_official
 

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import save_file
 
 from modelopt_v4_patches.finalize import finalize_checkpoint, undo_in_place
-from modelopt_v4_patches.inplace import JOURNAL_NAME
+from modelopt_v4_patches.renaming.inplace import JOURNAL_NAME
 from nvfp4_codec.checkpoint import Checkpoint
 from nvfp4_codec.errors import CheckpointError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from modelopt_v4_patches import relabel
 from modelopt_v4_patches.finalize import finalize_checkpoint
+from modelopt_v4_patches.renaming import relabel
 from nvfp4_codec.checkpoint import writer
 from nvfp4_codec.errors import CheckpointError
 

@@ -9,8 +9,8 @@ from fake_gpu import DEVICE, FakeGpu, GpuTensor
 from torch import Tensor, nn
 
 from modelopt_v4_patches import apply_patches
-from modelopt_v4_patches.devices import STATE, state_to_cpu, to_cpu
 from modelopt_v4_patches.errors import PatchError
+from modelopt_v4_patches.patches.devices import STATE, state_to_cpu, to_cpu
 from modelopt_v4_patches.patches.fused_experts import fused_experts
 from modelopt_v4_patches.patches.modelopt import nvfp4_quantizer
 

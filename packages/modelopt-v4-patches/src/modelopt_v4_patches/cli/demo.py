@@ -25,7 +25,7 @@ from .common import FINDINGS, OK, add_command, fail, show_json, show_table
 
 if TYPE_CHECKING:
     from ..demo import Quality, Result, Row
-    from ..intervals import Difference
+    from ..quality.intervals import Difference
     from .common import Commands
 
 _ASSET = Path("tests/assets/tiny-dsv4")

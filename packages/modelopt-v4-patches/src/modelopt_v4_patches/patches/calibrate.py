@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from ..devices import state_to_cpu, state_to_devices
 from ..patch import Function, Patch
+from .devices import state_to_cpu, state_to_devices
 from .modelopt import PACKAGE, VERSIONS
 
 MODULE = "modelopt.torch.quantization.model_quant"
@@ -50,7 +50,7 @@ def _wrap(original: Function) -> Function:
 def _probe() -> bool:
     import torch
 
-    from ..elsewhere import Elsewhere, elsewhere
+    from .elsewhere import Elsewhere, elsewhere
 
     model = torch.nn.Sequential(torch.nn.Module())
     model[0].register_buffer("_amax", elsewhere(torch.ones(())))

@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..devices import state_to_cpu
 from ..patch import Function, Patch
+from .devices import state_to_cpu
 from .modelopt import PACKAGE, QUANTIZER, VERSIONS, nvfp4_quantizer
 
 
@@ -24,7 +24,7 @@ def _wrap(original: Function) -> Function:
 def _probe() -> bool:
     import torch
 
-    from ..elsewhere import Elsewhere, elsewhere
+    from .elsewhere import Elsewhere, elsewhere
 
     quantizer = nvfp4_quantizer(elsewhere(torch.ones(())))
     amax = import_module(QUANTIZER).TensorQuantizer.export_amax(quantizer)

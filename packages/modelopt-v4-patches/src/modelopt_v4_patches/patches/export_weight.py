@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..devices import to_cpu
 from ..patch import Function, Patch
+from .devices import to_cpu
 from .modelopt import EXPORT, PACKAGE, VERSIONS, nvfp4_linear
 
 
@@ -25,7 +25,7 @@ def _wrap(original: Function) -> Function:
 def _probe() -> bool:
     import torch
 
-    from ..elsewhere import Elsewhere, elsewhere
+    from .elsewhere import Elsewhere, elsewhere
 
     linear = nvfp4_linear(elsewhere(torch.ones(2, 16)), elsewhere(torch.ones(())))
     module: Any = import_module(f"{EXPORT}.unified_export_hf")

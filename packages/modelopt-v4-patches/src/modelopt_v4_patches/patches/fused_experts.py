@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..devices import to_cpu
 from ..patch import Function, Patch
+from .devices import to_cpu
 from .modelopt import EXPORT, PACKAGE, VERSIONS, nvfp4_quantizer
 
 
@@ -36,7 +36,7 @@ def fused_experts(device: Any) -> Any:
 def _probe() -> bool:
     import torch
 
-    from ..elsewhere import Elsewhere, elsewhere
+    from .elsewhere import Elsewhere, elsewhere
 
     experts = fused_experts(elsewhere)
     import_module(f"{EXPORT}.moe_utils")._export_fused_experts(experts, torch.bfloat16)

@@ -10,9 +10,9 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from ..devices import state_to_cpu
 from ..patch import Function, Patch
 from .calibrate import running
+from .devices import state_to_cpu
 from .modelopt import PACKAGE, QUANTIZER, VERSIONS, nvfp4_quantizer
 
 
@@ -35,7 +35,7 @@ def _wrap(original: Function) -> Function:
 def _probe() -> bool:
     import torch
 
-    from ..elsewhere import Elsewhere, elsewhere
+    from .elsewhere import Elsewhere, elsewhere
 
     if _distributed():
         return PATCH.applied()  # it waits: there is nothing to see

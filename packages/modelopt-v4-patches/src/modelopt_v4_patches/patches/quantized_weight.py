@@ -20,7 +20,7 @@ def _wrap(original: Function) -> Function:
 def _probe() -> bool:
     import torch
 
-    from ..elsewhere import Elsewhere, elsewhere
+    from .elsewhere import Elsewhere, elsewhere
 
     packed = import_module(f"{EXPORT}.quant_utils").to_quantized_weight(
         elsewhere(torch.ones(2, 16)), elsewhere(torch.ones(2, 1)), "nvfp4", torch.ones(()), 16

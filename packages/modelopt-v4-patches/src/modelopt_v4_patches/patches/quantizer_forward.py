@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..devices import lent_to
 from ..patch import Function, Patch
+from .devices import lent_to
 from .modelopt import PACKAGE, QUANTIZER, VERSIONS, nvfp4_quantizer
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from nvfp4_codec.schemas.deepseek_v4 import to_official
 
-from .errors import CalibrationError
-from .snapshot import FORMAT, VERSION, Snapshot, config_sha256
+from ..errors import CalibrationError
+from ..snapshot import FORMAT, VERSION, Snapshot, config_sha256
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.reader import Checkpoint
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
 
-from .errors import CalibrationError
+from ..errors import CalibrationError
 from .memory import Room, max_memory
 
 _STORED_DTYPES: Final = frozenset(("BF16", "F32", "I64"))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from .errors import PatchError
+from ..errors import PatchError
 
 if TYPE_CHECKING:
     import torch

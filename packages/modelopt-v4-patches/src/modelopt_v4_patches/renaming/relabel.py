@@ -21,8 +21,8 @@ from nvfp4_codec.checkpoint.job import Job, Outcome, Shard, Step, run
 from nvfp4_codec.checkpoint.writer import Fault, share_blocks
 from nvfp4_codec.errors import CheckpointError
 
+from ..progress import progress
 from .fused import FusedGroup, Unified, with_one_scale
-from .progress import progress
 from .recognize import Recognized
 
 

@@ -11,7 +11,7 @@ from typing import Final, Literal
 from nvfp4_codec.checkpoint.reader import Checkpoint
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
 
-from .errors import CalibrationError
+from ..errors import CalibrationError
 
 logger = logging.getLogger(__name__)
 

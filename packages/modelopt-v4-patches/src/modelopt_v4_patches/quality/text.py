@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DSV4Error
+from ..errors import DSV4Error
 
 #: The held-out side has one module in so many, and gives this much of each.
 HELD_OUT_ONE_IN = 16

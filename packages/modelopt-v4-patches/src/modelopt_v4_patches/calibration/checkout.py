@@ -12,7 +12,7 @@ from typing import Final
 
 from nvfp4_codec.checkpoint.header import shown
 
-from .errors import CalibrationError, VersionError
+from ..errors import CalibrationError, VersionError
 
 _PLACES: Final = ("examples/hf_ptq/hf_ptq.py", "examples/llm_ptq/hf_ptq.py")  # 0.46 on; 0.45
 _HEADING = re.compile(r"^(0\.[0-9]+)(?:\.[0-9]+)? \(", re.MULTILINE)

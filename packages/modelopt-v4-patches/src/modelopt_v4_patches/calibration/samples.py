@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nvfp4_codec.checkpoint.header import shown
 
-from .errors import CalibrationError
+from ..errors import CalibrationError
 
 logger = logging.getLogger(__name__)
 

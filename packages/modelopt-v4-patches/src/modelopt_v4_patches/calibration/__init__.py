@@ -1,0 +1,1 @@
+"""What calibration needs around modelopt: texts, memory, the source, a way to read amax."""

@@ -1,0 +1,1 @@
+"""How good a checkpoint is: its weights, and its perplexity on text it has not seen."""
