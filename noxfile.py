@@ -85,15 +85,16 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The CPU benchmarks: a table from cpu.py, JSON from convert.py.
+    """The CPU benchmarks: a table from cpu.py, JSON from the others.
 
-    `bench -- NAME ARGUMENTS...` runs one: `bench -- cpu --json cpu.json`, and on a machine with a
-    GPU `bench -- gpu --out gpu.json`.
+    `bench -- NAME ARGUMENTS...` runs one of any package's: `bench -- cpu --json cpu.json`, and on a
+    machine with a GPU `bench -- gpu --out gpu.json`.
     """
     install_workspace(session, "--group=test")
     name, *arguments = session.posargs or [""]
-    for benchmark in [name] if name else ["cpu", "convert"]:
-        session.run("python", f"packages/nvfp4-codec/benchmarks/{benchmark}.py", *arguments)
+    for benchmark in [name] if name else ["cpu", "convert", "dequant", "export", "validate"]:
+        (path,) = ROOT.glob(f"packages/*/benchmarks/{benchmark}.py")
+        session.run("python", str(path.relative_to(ROOT)), *arguments)
 
 
 @nox.session

@@ -26,8 +26,8 @@ from nvfp4_codec.checkpoint.values import load_values
 from nvfp4_codec.errors import CheckpointError
 from nvfp4_codec.schemas.deepseek_v4 import detect_scheme, fused_experts, parse, to_official
 
-from .. import forward
 from ..errors import VersionError
+from . import forward
 from .fakequant import Quantizer, largest, quantizer_for
 
 Losses = NDArray[np.float64]
