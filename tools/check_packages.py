@@ -91,7 +91,7 @@ def check_others(codec: Path, python: Path, folder: Path) -> None:
     """
     environment = Environment(folder, python)
     environment.install("--no-deps", str(codec))
-    environment.install("rich")
+    environment.install("numpy", "rich")
     for package in PACKAGES:
         if package == NATIVE:
             continue
