@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.reader import Checkpoint
+from nvfp4_codec.checkpoint.writer import write_small
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
 
 from .calibration.bf16_source import check_source, load_model, some_names
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+_SNAPSHOT_BYTES: Final = 1 << 24  # DeepSeek-V4-Pro's has 12 MB
 
 #: FP8 with a constant amax for the KV cache: modelopt's preset ``fp8_cast``.
 _KV_FP8_CAST: Final = {
@@ -194,6 +197,7 @@ def check_output(output: Path, *, overwrite: bool) -> Snapshot | None:
     """
     if not output.parent.is_dir():
         raise CalibrationError(f"file {shown(str(output))}: its folder does not exist. Create it.")
+    _check_room(output)
     if not output.exists() or overwrite:
         return None
     try:
@@ -207,6 +211,15 @@ def check_output(output: Path, *, overwrite: bool) -> Snapshot | None:
             "--overwrite."
         )
     return found
+
+
+def _check_room(output: Path) -> None:
+    """Writes as much as a snapshot needs and removes it: not after hours is the time to learn."""
+    probe = output.with_name(f".{output.name}.probe")
+    try:
+        write_small(probe, bytes(_SNAPSHOT_BYTES))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def check_fits(source: Path, config: Mapping[str, Any], options: CalibrationOptions) -> Room:

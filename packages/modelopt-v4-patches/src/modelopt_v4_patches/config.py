@@ -25,9 +25,11 @@ from typing import Any, Final
 
 from nvfp4_codec.checkpoint.families import natural_key
 from nvfp4_codec.checkpoint.files import inside, read_small
+from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.job import json_bytes
 from nvfp4_codec.checkpoint.reader import Checkpoint
 from nvfp4_codec.checkpoint.rewrite import documents
+from nvfp4_codec.errors import CheckpointError
 from nvfp4_codec.schemas.deepseek_v4 import Entry, Schema
 
 from .policy import ExportOptions
@@ -41,6 +43,8 @@ _FP8: Final = {"quant_algo": "FP8_PB_WO"}
 #: What NVIDIA's experts-only configs ignore, as far as the model has it.
 _IGNORED: Final = ("*.attn.*", "*.ffn.shared_experts.*", "head")
 
+#: What the source's block says of its FP8; anything else in it would describe other tensors.
+_FP8_KEYS: Final = ("activation_scheme", "fmt", "scale_fmt", "weight_block_size")
 _FP8_CACHE: Final = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 #: DeepSeek ships its chat encoding as a script beside the weights. It is copied, never run.
@@ -129,7 +133,8 @@ class _Quantization:
             changed["kv_cache_quant_algo"] = "FP8" if self.fp8_cache else None
         if self.fp8_cache:
             changed["kv_cache_scheme"] = _FP8_CACHE
-        return {**source, **changed}
+        kept = {key: value for key, value in source.items() if key in _FP8_KEYS}
+        return {**kept, **changed}
 
     def _groups(self) -> dict[str, Any]:
         """compressed-tensors' view: a group for each algorithm, with its modules as targets."""
@@ -180,5 +185,10 @@ def encoding_files(root: Path) -> dict[str, bytes]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.suffix in _ENCODING_SUFFIXES:
             name = str(PurePosixPath(_ENCODING, path.name))
+            if not name.isprintable():  # bytes that are no UTF-8 among others
+                raise CheckpointError(
+                    "a name that no manifest can hold. Rename the file, or remove it.",
+                    file=shown(name),
+                )
             found[name] = read_small(inside(root, name, str(root)), _MAX_ENCODING_BYTES, name)
     return found

@@ -41,9 +41,11 @@ def open_official(folder: Path) -> Official:
     """
     source = Checkpoint.open(folder)
     try:
-        config = read_config(source.root) if source.is_folder else None
+        if not source.is_folder:
+            raise _refused(source, "one file was given; give the model's folder")
+        config = read_config(source.root)
         if config is None:
-            raise _refused(source, "no config.json beside the weights; give the model's folder")
+            raise _refused(source, "no config.json beside the weights; fetch it, too")
         families = find_families(source.tensors)
         _check_format(source, families)
         schema = Schema(ModelConfig.from_dict(config))

@@ -60,6 +60,31 @@ def hf_ignore(content: Any) -> None:
     content.quantization["ignore"] = ["model.layers.0.self_attn.o_a_proj", "lm_head", "*.ffn.gate"]
 
 
+def in_both(content: Any) -> None:
+    content.quantization["ignore"] = [*content.quantization["ignore"], "layers.1.attn.wq_b"]
+
+
+def in_both_by_a_glob(content: Any) -> None:
+    content.quantization["ignore"] = [*content.quantization["ignore"], "layers.1.attn.wq_?"]
+
+
+def layer_groups_of_32(content: Any) -> None:
+    for name in ("layers.1.attn.wq_b", "layers.2.attn.wq_b"):
+        content.quantization["quantized_layers"][name]["group_size"] = 32
+
+
+def groups_of(size: int) -> Any:
+    values = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": size}
+    return quantization("config_groups", {
+        "group_0": {"weights": values, "targets": ["Linear"]},
+        "group_1": {"quant_algo": "FP8_PB_WO", "targets": ["Linear"]},
+    })  # fmt: skip
+
+
+def weight_only_with_a_scale(content: Any) -> None:
+    content.quantization["quantized_layers"]["layers.1.attn.wq_b"]["quant_algo"] = "W4A16_NVFP4"
+
+
 CASES = {
     "compress_ratios": (without("compress_ratios"), "config-missing-key", "compress_ratios"),
     "num_hash_layers": (without("num_hash_layers"), "config-missing-key", "num_hash_layers"),
@@ -80,6 +105,16 @@ CASES = {
     "a wrong algorithm": (listed_as_fp8, "config-disagrees", "layers.1.attn.wq_b.weight"),
     "o_a_proj not in ignore": (as_pure_nvfp4, "config-disagrees", "layers.0.attn.wo_a.weight"),
     "the older file": (older_file, "config-disagrees", "quantization.quant_algo"),
+    "in both lists": (in_both, "config-contradicts-itself", "quantization_config.ignore"),
+    "in both lists by a glob": (in_both_by_a_glob, "config-contradicts-itself",
+                                "quantization_config.ignore"),
+    "a layer's group_size": (
+        layer_groups_of_32, "config-disagrees",
+        "quantization_config.quantized_layers.layers.1.attn.wq_b.group_size"),
+    "a group's group_size": (groups_of(32), "config-disagrees",
+                             "quantization_config.config_groups.group_0.weights.group_size"),
+    "W4A16 with input_scale": (weight_only_with_a_scale, "unexpected-input-scale",
+                               "layers.1.attn.wq_b.input_scale"),
     "names of another scheme": (hf_ignore, "config-other-names", "quantization_config.ignore"),
 }  # fmt: skip
 
@@ -102,6 +137,9 @@ def test_each_fault_is_named(check, case: str):
         (having("num_hash_layers", 3), "3", "1, the layers that store ffn.gate.tid2eid"),
         (unlisted, "stored as NVFP4", "not quantized, as quantization_config"),
         (as_pure_nvfp4, "stored as FP8, as are 4 of its kind", "NVFP4, as quantization_config"),
+        (in_both, "selects 1 entries of quantized_layers", "each module in one"),
+        (groups_of(32), "32", "16, which NVFP4 has"),
+        (weight_only_with_a_scale, "stored for 1 of its kind", "weights only"),
         (hf_ignore, "2 entries such as 'model.layers.0.self_attn.o_a_proj'", "(official)"),
     ],
 )
@@ -173,8 +211,12 @@ def test_against_the_source_every_key_counts(check, tiny):
     assert found["config-differs", "swiglu_limit"].expected == "10.0, as in the source"
 
 
+def test_groups_of_16_are_right(check):
+    assert check(groups_of(16)).findings == ()
+
+
 def test_entries_that_select_nothing_are_a_note(check):
-    made = check(quantization("ignore", ["*.attn.*", "layers.9.*"]))
+    made = check(quantization("ignore", ["*.ffn.gate", "layers.9.*"]))
     assert made.findings == ()
     assert "'layers.9.*' in ignore select(s) no module of this model" in made.notes
 

@@ -108,6 +108,25 @@ class Promises:
             return Promise(compressed if of_module in _OFFICIAL else "plain")
         return Promise("plain")
 
+    def group_sizes(self) -> list[tuple[str, object]]:
+        """(key, group_size) of all that is said of NVFP4, each size once for each list."""
+        config, found = self._config, dict[tuple[str, str], tuple[str, object]]()
+        for name, layer in self.layers.items():
+            if layer.get("quant_algo") in NVFP4 and "group_size" in layer:
+                size = layer["group_size"]
+                found.setdefault(("layers", repr(size)), (f"quantized_layers.{name}", size))
+        groups = config.get("config_groups")
+        for name, group in groups.items() if isinstance(groups, dict) else ():
+            if not isinstance(group, dict) or group.get("quant_algo", "NVFP4") not in NVFP4:
+                continue
+            for part in ("weights", "input_activations"):
+                values = group.get(part)
+                if isinstance(values, dict) and values.get("num_bits") == 4:
+                    key = f"config_groups.{name}.{part}"
+                    if "group_size" in values:
+                        found[key, ""] = (key, values["group_size"])
+        return list(found.values())
+
     def _listed(self, module: str) -> str | None:
         """The algorithm that ``quantized_layers`` gives a module."""
         key = self._layers.find(module)
@@ -116,6 +135,17 @@ class Promises:
         if key == "*":
             key = next(glob for glob in self.layers if Selector([glob]).find(module))
         return str(self.layers[key].get("quant_algo"))
+
+
+def contradictions(promises: Promises) -> list[str]:
+    """Entries of ``quantized_layers`` that ``ignore`` selects too, as a name or by a glob."""
+    ignored = Selector(promises.ignored)
+    known = set(promises.ignored)
+    return [
+        name
+        for name in promises.layers
+        if name in known or (not is_glob(name) and ignored.find(name) is not None)
+    ]
 
 
 def _malformed(key: str, expected: str) -> CheckpointError:

@@ -11,7 +11,7 @@ from nvfp4_codec.checkpoint.verify import Finding
 from nvfp4_codec.errors import CheckpointError
 from nvfp4_codec.schemas.deepseek_v4 import SCHEMES, Layout, Role, Scheme, translate_entry
 
-from .promised import NVFP4, Promises
+from .promised import NVFP4, Promises, contradictions
 from .stored import Model, Stored, fault
 from .structure import CONFIG, problem
 
@@ -24,12 +24,14 @@ _MAX_BYTES: Final = 1 << 26
 
 
 def check_promises(model: Model) -> list[Finding]:
-    """Matrices that are not stored as the config says, and NVFP4 ones without input_scale."""
+    """Matrices that are not stored as the config says, and input_scales too few or too many."""
     quantization = model.quantization
     findings = [] if quantization is None else _keys(quantization)
     promises = Promises(quantization)
+    findings += _contradictions(model, promises)
     wrong: dict[tuple[str, Layout, str], list[Stored]] = {}
     unscaled: dict[str, list[Stored]] = {}
+    unread: dict[str, list[Stored]] = {}
     scaled: set[str] = set()
     for stored in model.tensors.values():
         entry = stored.entry
@@ -45,6 +47,8 @@ def check_promises(model: Model) -> list[Finding]:
                 scaled.add(entry.template.official)
             else:
                 unscaled.setdefault(entry.template.official, []).append(stored)
+        elif stored.layout == "nvfp4" == promise.layout and "input_scale" in stored.parts:
+            unread.setdefault(entry.template.official, []).append(stored)
     for (_, promised, format), members in wrong.items():
         findings.append(_disagreement(members, promised, format))
     for template, members in unscaled.items():
@@ -58,6 +62,46 @@ def check_promises(model: Model) -> list[Finding]:
                 found,
                 "one F32 value each: the config says that activations are quantized",
                 "Export with a calibration snapshot, or say W4A16_NVFP4 in quantization_config.",
+            )
+        )
+    for members in unread.values():
+        findings.append(
+            fault(
+                members[0].parts["input_scale"],
+                "unexpected-input-scale",
+                f"stored for {len(members)} of its kind, which the config calls W4A16_NVFP4",
+                "none: that says weights only",
+                "Say NVFP4 in quantization_config to have activations quantized, or remove the "
+                "input_scale: loaders would drop it, or stop at it.",
+            )
+        )
+    return findings
+
+
+def _contradictions(model: Model, promises: Promises) -> list[Finding]:
+    layouts = {stored.layout for stored in model.tensors.values()}
+    mixed = any(stored.format == "MXFP4" for stored in model.tensors.values())
+    sizes = [] if "nvfp4" not in layouts else promises.group_sizes()
+    findings = [
+        problem(
+            f"quantization_config.{key}.group_size",
+            repr(size),
+            "16, which NVFP4 has",
+            "Loaders shape weight_scale by it: set it to 16, or export again.",
+            "config-disagrees",
+        )
+        for key, size in sizes
+        if size != 16 and not (mixed and size == 32 and key.startswith("config_groups"))
+    ]
+    if both := contradictions(promises):
+        findings.append(
+            problem(
+                "quantization_config.ignore",
+                f"selects {len(both)} entries of quantized_layers as well, such as {both[0]!r}",
+                "each module in one of the two",
+                "Loaders that ask ignore first read it as not quantized: keep the entry that the "
+                "tensors bear out; `dsv4-quantize finalize` completes both.",
+                "config-contradicts-itself",
             )
         )
     return findings

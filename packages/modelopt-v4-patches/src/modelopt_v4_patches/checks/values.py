@@ -26,9 +26,15 @@ from nvfp4_codec.checkpoint.verify import (
 )
 
 from ..progress import progress
+from .activations import (
+    AMAX_STORED,
+    check_fused_input_scales,
+    check_input_scale,
+    input_scale,
+)
 from .against import Comparison, compare, floor, same_cast
 from .names import fused_groups
-from .stored import Model, Stored, fault
+from .stored import Model, Stored
 
 if TYPE_CHECKING:
     from ..executor import Executor
@@ -39,8 +45,6 @@ Sample: TypeAlias = Literal["auto", "all"] | int
 _SMALL: Final = 2 << 30
 _FEW: Final = 4
 _TASK_BYTES, _TASK_UNITS = 1 << 29, 2048
-#: An activation this large means an input_scale of another convention: its reciprocal, above all.
-_LARGEST_ACTIVATION: Final = 1e6
 _ENOUGH_ONES: Final = 8
 
 
@@ -48,7 +52,7 @@ _ENOUGH_ONES: Final = 8
 class Weight:
     """A weight to look at. ``reference``: the source's, and the SQNR in dB that there must be.
 
-    requantized: blocks that the export says it could not cast exactly.
+    requantized: blocks of 32 that the export says it could not cast exactly.
     """
 
     name: str
@@ -121,6 +125,7 @@ def check_values(
             total.add(result)
             advance(result.nbytes)
     if total.ones == total.input_scales >= _ENOUGH_ONES:
+        total.findings = [f for f in total.findings if f.code != AMAX_STORED]
         total.findings.append(
             Finding(
                 "input-scales-all-ones",
@@ -261,10 +266,15 @@ def _check_unit(
             findings += found
         elif family.global_scale is not None:
             findings += verify_global_scale(source, family)
-        findings += _input_scale(source, family, result)
+        if (stored := input_scale(source, family)) is not None:
+            result.input_scales += 1
+            result.ones += stored[1] == 1.0
+            findings += check_input_scale(*stored)
     if len(unit.weights) > 1:
         fused = verify_fused if guess else verify_fused_scales
-        findings += fused(source, [weight.family for weight in unit.weights], findings)
+        families = [weight.family for weight in unit.weights]
+        findings += fused(source, families, findings)
+        findings += check_fused_input_scales(source, families)
     result.findings += _merged(findings, compared)
 
 
@@ -275,37 +285,3 @@ def _merged(findings: list[Finding], compared: list[Comparison]) -> list[Finding
     made = Compared([c.finding for c in compared if c.finding is not None])
     made.fine = {c.tensor for c in compared if c.finding is None and not math.isnan(c.sqnr_db)}
     return merged(findings, made)
-
-
-def _input_scale(source: Checkpoint, family: Family, result: Result) -> list[Finding]:
-    info = next((e for e in family.extras if e.name.endswith("input_scale")), None)
-    if info is None or (info.dtype, info.nbytes) != ("F32", 4):
-        return []
-    import numpy as np
-
-    value = float(source.read(info.name).view(np.float32)[0])
-    result.input_scales += 1
-    result.ones += value == 1.0
-    amax = 2688 * value
-    if not (math.isfinite(value) and value > 0):
-        return [
-            fault(
-                info,
-                "bad-input-scale",
-                f"{value:g}",
-                "a positive finite number",
-                "The module was not calibrated: export with a snapshot, which has a fallback.",
-            )
-        ]
-    if amax <= _LARGEST_ACTIVATION:
-        return []
-    return [
-        fault(
-            info,
-            "implausible-input-scale",
-            f"{value:g}: activations up to {amax:.3g}",
-            "amax / 2688 of the activations that calibration saw",
-            "It looks like a reciprocal: store amax / 2688, which multiplies.",
-            "high",
-        )
-    ]

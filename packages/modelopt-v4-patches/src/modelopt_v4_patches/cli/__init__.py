@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,7 +16,7 @@ from nvfp4_codec.errors import CodecError
 
 from .. import __version__
 from ..errors import DSV4Error
-from .common import BAD_INPUT, fail
+from .common import BAD_INPUT, OK, fail
 
 #: In the order in which a checkpoint passes through them.
 COMMANDS = ("dequant", "calibrate", "export", "finalize", "validate", "patches", "demo")
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             raise
         return fail(str(error))
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
     except OSError as error:
         if arguments.debug:
             raise

@@ -50,7 +50,7 @@ def add_command(
             "--executor",
             choices=("local", "ray"),
             default="local",
-            help="ray spreads the same tasks over a cluster (pip install ray)",
+            help="ray spreads the same tasks over a cluster (needs the extra [ray])",
         )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--debug", action="store_true", help="show a traceback on errors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import textwrap
 from dataclasses import asdict
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
     from .common import Commands
 
 _WIDTH = 80
+_LEGEND = (
+    "needed: apply_patches() replaces the function; fixed upstream: it stays as it is; not loaded: "
+    "only a running hf_ptq.py has it."
+)
+
+_log = logging.getLogger(__name__)
 
 
 def register(commands: Commands) -> None:
@@ -29,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code 1 if something is not installed or of an unknown version."""
     from ..registry import apply_patches, report_patches
 
+    _log.info("importing modelopt and transformers")
     report = apply_patches() if arguments.apply else report_patches()
     if arguments.json:
         show_json({"patches": [asdict(row) for row in report]})
@@ -48,5 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
         for row in report:
             line = f"{row.patch}: {printable(row.detail)}"
             sys.stdout.write(textwrap.fill(line, _WIDTH, subsequent_indent="  ") + "\n")
+        sys.stdout.write(textwrap.fill(_LEGEND, _WIDTH) + "\n")
     trouble = report.in_state("unknown version") + report.in_state("not installed")
     return FINDINGS if trouble else OK

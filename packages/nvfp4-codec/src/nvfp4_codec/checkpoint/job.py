@@ -135,7 +135,16 @@ class _Target:
         """Whether the shard has its name and, where that is asked for, its record."""
         if not (self.folder / shard.file).exists():
             return False
-        return self.records is None or Record.read(self.records, shard.file) is not None
+        if self.records is None:
+            return True
+        record = Record.read(self.records, shard.file)
+        if record is None:
+            return False
+        stat = (self.folder / shard.file).stat()
+        if (stat.st_size, stat.st_mtime_ns) == (record.bytes, record.modified_ns):
+            return True
+        _log.warning("%s was changed after it was written: written again", shown(shard.file))
+        return False
 
 
 def run(
@@ -251,7 +260,9 @@ def _write_shard(
         sha256 = writer.seal()
         if records is not None:
             assert sha256 is not None
-            Record(shard.layout.size, sha256, writer.notes).write(records, shard.file, fault)
+            modified_ns = writer.temp.stat().st_mtime_ns  # the rename does not change it
+            record = Record(shard.layout.size, sha256, modified_ns, writer.notes)
+            record.write(records, shard.file, fault)
         writer.commit()
 
 
@@ -497,7 +508,7 @@ def _check_finished(shard: Shard, path: Path) -> None:
         same = file.read(len(head)) == head and os.fstat(file.fileno()).st_size == shard.layout.size
     if not same:
         raise CheckpointError(
-            "has another size or header than this run writes; it was changed since. Remove the "
-            "output and start anew.",
+            "has another size or header than this run writes: it was changed since, or written "
+            "with other arguments. Repeat those, or remove the output and start anew.",
             file=shown(str(path)),
         )

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from .files import read_small
+from ..errors import CheckpointError
+from .files import read_small, strict_json
 from .writer import Fault, no_fault, write_small
 
 RECORDS_NAME: Final = ".nvfp4-records"
@@ -22,10 +23,14 @@ _MAX_BYTES: Final = 1 << 28
 
 @dataclass(frozen=True)
 class Record:
-    """One finished shard. ``notes``: what its steps noted, JSON values by name."""
+    """One finished shard. ``notes``: what its steps noted, JSON values by name.
+
+    modified_ns: when its last byte was written. A file changed since is written anew.
+    """
 
     bytes: int
     sha256: str
+    modified_ns: int
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path, file: str, fault: Fault = no_fault) -> None:
@@ -34,11 +39,15 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path, file: str) -> Record | None:
-        """The record of shard ``file``, None if there is none yet."""
+        """The record of shard ``file``, None if there is none, or nothing that we wrote."""
         path = _path(folder, file)
         if not path.exists():
             return None
-        return cls(**json.loads(read_small(path, _MAX_BYTES, path.name)))
+        try:
+            found = cls(**strict_json(read_small(path, _MAX_BYTES, path.name), path.name))
+        except (CheckpointError, TypeError):
+            return None
+        return found if isinstance(found.notes, dict) and isinstance(found.sha256, str) else None
 
 
 def _path(folder: Path, file: str) -> Path:

@@ -353,13 +353,13 @@ def write_error(error: OSError, path: Path, size: int, doing: str = "") -> Check
             free = stats.f_bavail * stats.f_frsize
             return CheckpointError(
                 f"the disk is full{doing}: this file needs {size} bytes, {free} are free. "
-                "Make room, then run the same command with --resume.",
-                file=shown(path.name),
+                "Make room, then run the same command again, with --resume if it has that.",
+                file=shown(str(path)),
             )
     return CheckpointError(
         f"writing failed{doing}: {error.strerror}. Repair that, then run the same command "
-        "with --resume.",
-        file=shown(path.name),
+        "again, with --resume if it has that.",
+        file=shown(str(path)),
     )
 
 

@@ -17,6 +17,8 @@ from typing import Any, Literal
 from ...errors import CheckpointError
 
 _RATIOS = {0, 4, 128}
+# Far beyond any model: a hostile config.json must not cost memory before it is compared.
+_MOST, _MOST_BLOCKS, _MOST_EXPERTS = 1 << 24, 1 << 12, 1 << 20
 _HF_LAYER_TYPES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -104,13 +106,21 @@ class ModelConfig:
         dimensions["markov"] = _integer(config, "dspark_markov_rank") if targets else 0
         quantization = config.get("quantization_config") or {}
         rows, columns = quantization.get("weight_block_size") or (128, 128)
+        if not (type(rows) is int and type(columns) is int and rows > 0 and columns > 0):
+            raise _problem(
+                f"weight_block_size is {[rows, columns]!r}; two positive integers needed"
+            )
+        blocks = _blocks(config, dspark=bool(targets))
+        if dimensions["experts"] * len(blocks) > _MOST_EXPERTS:
+            raise _problem(f"n_routed_experts is {dimensions['experts']} in {len(blocks)} layers; "
+                           f"at most {_MOST_EXPERTS} experts are believed")  # fmt: skip
         return cls(
-            blocks=_blocks(config, dspark=bool(targets)),
+            blocks=blocks,
             dimensions=dimensions,
             dspark=bool(targets),
             expert_format=_expert_format(config.get("expert_dtype", "fp4")),
             scale_dtype="F8_E8M0" if quantization.get("scale_fmt", "ue8m0") == "ue8m0" else "F32",
-            fp8_block=(int(rows), int(columns)),
+            fp8_block=(rows, columns),
         )
 
     @property
@@ -127,6 +137,9 @@ def _blocks(config: Mapping[str, Any], *, dspark: bool) -> tuple[Block, ...]:
     num_layers = _integer(config, "num_hidden_layers")
     ratios = _compress_ratios(config, num_layers)
     num_mtp = _mtp_count(config, len(ratios) - num_layers, dspark=dspark)
+    if num_layers + num_mtp > _MOST_BLOCKS:
+        raise _problem(f"{num_layers} layers and {num_mtp} MTP blocks; at most {_MOST_BLOCKS} are "
+                       "believed")  # fmt: skip
     # transformers' config has lost the tail; every released MTP block is uncompressed.
     ratios += [0] * (num_layers + num_mtp - len(ratios))
     num_hashed = _num_hashed(config)
@@ -192,8 +205,8 @@ def _expert_format(expert_dtype: Any) -> Literal["mxfp4", "fp8_block"]:
 
 def _integer(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _problem(f"{key} is {value!r}; a positive integer is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+        raise _problem(f"{key} is {value!r}; a positive integer up to {_MOST} is needed")
     return value
 
 
