@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ..errors import PatchError
+from ..patch import Function
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,16 @@ STATE = ("_amax", "_pre_quant_scale", "_global_amax")
 
 # Where state was before it moved: a second calibration wants it beside the weights.
 _homes: WeakKeyDictionary[nn.Module, dict[str, torch.device]] = WeakKeyDictionary()
+
+
+def on_cpu(original: Function) -> Function:
+    """A function of a module that first moves it to the CPU."""
+
+    def function(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        to_cpu(module)
+        return original(module, *args, **kwargs)
+
+    return function
 
 
 def to_cpu(module: nn.Module, only: Collection[str] | None = None) -> None:

@@ -9,17 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..patch import Function, Patch
-from .devices import to_cpu
+from ..patch import Patch
+from .devices import on_cpu
 from .modelopt import EXPORT, PACKAGE, VERSIONS, nvfp4_linear
-
-
-def _wrap(original: Function) -> Function:
-    def _export_quantized_weight(sub_module: Any, *args: Any, **kwargs: Any) -> Any:
-        to_cpu(sub_module)
-        return original(sub_module, *args, **kwargs)
-
-    return _export_quantized_weight
 
 
 def _probe() -> bool:
@@ -44,6 +36,6 @@ PATCH = Patch(
     parameters=("sub_module", "dtype", "weight_name"),
     reason="the export packs weights where they lie, and dies on the first that a GPU cannot read",
     upstream="not reported; goes when modelopt exports on the CPU",
-    wrap=_wrap,
+    wrap=on_cpu,
     probe=_probe,
 )

@@ -5,17 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..patch import Function, Patch
-from .devices import to_cpu
+from ..patch import Patch
+from .devices import on_cpu
 from .modelopt import EXPORT, PACKAGE, VERSIONS, nvfp4_quantizer
-
-
-def _wrap(original: Function) -> Function:
-    def _export_fused_experts(module: Any, *args: Any, **kwargs: Any) -> Any:
-        to_cpu(module)
-        return original(module, *args, **kwargs)
-
-    return _export_fused_experts
 
 
 def fused_experts(device: Any) -> Any:
@@ -54,6 +46,6 @@ PATCH = Patch(
     parameters=("module", "dtype"),
     reason="the export splits fused experts and reads their amax on the GPU",
     upstream="not reported; goes with the patch of _export_quantized_weight",
-    wrap=_wrap,
+    wrap=on_cpu,
     probe=_probe,
 )

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
-from ..patch import Function, Patch
-from .devices import to_cpu
+from ..patch import Patch
+from .devices import on_cpu
 from .modelopt import EXPORT, PACKAGE, VERSIONS, nvfp4_linear
-
-
-def _wrap(original: Function) -> Function:
-    def get_weight_scaling_factor(module: Any, *args: Any, **kwargs: Any) -> Any:
-        to_cpu(module)
-        return original(module, *args, **kwargs)
-
-    return get_weight_scaling_factor
 
 
 def _probe() -> bool:
@@ -39,6 +30,6 @@ PATCH = Patch(
     reason="block scales are computed from a weight on the GPU",
     upstream="aligns devices, but computes on the GPU; goes with the patch of "
     "_export_quantized_weight",
-    wrap=_wrap,
+    wrap=on_cpu,
     probe=_probe,
 )

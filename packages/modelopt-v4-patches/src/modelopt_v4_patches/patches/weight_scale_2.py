@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
-from ..patch import Function, Patch
-from .devices import to_cpu
+from ..patch import Patch
+from .devices import on_cpu
 from .modelopt import EXPORT, PACKAGE, VERSIONS, nvfp4_linear
-
-
-def _wrap(original: Function) -> Function:
-    def get_weight_scaling_factor_2(module: Any, *args: Any, **kwargs: Any) -> Any:
-        to_cpu(module)
-        return original(module, *args, **kwargs)
-
-    return get_weight_scaling_factor_2
 
 
 def _probe() -> bool:
@@ -38,6 +29,6 @@ PATCH = Patch(
     parameters=("module", "weight_name"),
     reason="the scale of a weight is computed from an amax on the GPU",
     upstream="not reported; goes with the patch of _export_quantized_weight",
-    wrap=_wrap,
+    wrap=on_cpu,
     probe=_probe,
 )
