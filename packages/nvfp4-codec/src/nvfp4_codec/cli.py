@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .cli_output import printable
+from .cli_output import printable, reader_left
 from .errors import CodecError
 
 OK, FINDINGS, BAD_INPUT = 0, 1, 2
@@ -122,6 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             raise
         return _failed(str(error))
+    except BrokenPipeError:
+        return reader_left()
     except OSError as error:
         if arguments.debug:
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,12 @@ _WRAP = 80
 _LEAST_NAME = 32  # a name is folded no narrower than this
 _LONG_NAME = 40  # from here on, a prefix that all names share goes into the title
 _MOST_PATTERNS = 3
+
+
+def reader_left() -> int:
+    """Ends output to a closed pipe (``| head``) in silence; the exit code is that of success."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def show_table(

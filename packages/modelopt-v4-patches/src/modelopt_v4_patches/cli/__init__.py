@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from nvfp4_codec.cli_output import reader_left
 from nvfp4_codec.errors import CodecError
 
 from .. import __version__
 from ..errors import DSV4Error
-from .common import BAD_INPUT, OK, fail
+from .common import BAD_INPUT, fail
 
 #: In the order in which a checkpoint passes through them.
 COMMANDS = ("dequant", "calibrate", "export", "finalize", "validate", "patches", "demo")
@@ -51,9 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             raise
         return fail(str(error))
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+    except BrokenPipeError:
+        return reader_left()
     except OSError as error:
         if arguments.debug:
             raise
