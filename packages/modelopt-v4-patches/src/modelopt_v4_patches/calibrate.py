@@ -20,11 +20,11 @@ from nvfp4_codec.checkpoint.reader import Checkpoint
 from nvfp4_codec.checkpoint.writer import write_small
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
 
-from .calibration.bf16_source import check_source, load_model, some_names
+from .calibration.bf16_source import check_source, load_model
 from .calibration.capture import Facts, Recorder
 from .calibration.memory import Room, check_memory, measure_need, measure_room
 from .calibration.samples import read_texts
-from .errors import CalibrationError, SnapshotError, VersionError
+from .errors import CalibrationError, SnapshotError, VersionError, some_names
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:

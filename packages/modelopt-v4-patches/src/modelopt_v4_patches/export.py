@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from .official import Official, open_official
 from .policy import ExportOptions, check_exact
 from .progress import progress
 from .snapshot import Snapshot, config_sha256
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["ExportOptions", "ExportReport", "export_checkpoint", "make_job"]
 
@@ -207,9 +210,9 @@ class _Plan:
         from nvfp4_codec import quantize_nvfp4
         from nvfp4_codec.checkpoint.values import load_values
 
-        joint = torch.tensor(self._joint_amax(family), dtype=torch.float32)
         # BF16 holds e4m3 times a power of two exactly
         values = load_values(self._source, family, torch.bfloat16)
+        joint = torch.tensor(self._joint_amax(family, values), dtype=torch.float32)
         packed = quantize_nvfp4(values, weight_scale_2=joint / (6.0 * 448.0))
         assert isinstance(packed.weight_scale_2, torch.Tensor)
         writer.write_tensor(specs[0].name, packed.weight)
@@ -218,8 +221,11 @@ class _Plan:
         for spec in specs[3:]:
             self._write_input_scale(family, spec, writer)
 
-    def _joint_amax(self, family: Family) -> float:
-        """The largest magnitude in the matrix and those fused with it, in whatever shard."""
+    def _joint_amax(self, family: Family, values: torch.Tensor) -> float:
+        """The largest magnitude in the matrix and those fused with it, in whatever shard.
+
+        values: the matrix itself, which is at hand.
+        """
         import torch
 
         from nvfp4_codec.checkpoint.measure import amax
@@ -227,10 +233,9 @@ class _Plan:
 
         key = fused_with(family.module)[0]
         if key not in self._joint:
-            fused = self._fused(family)
-            self._joint[key] = max(
-                amax(load_values(self._source, member, torch.bfloat16)) for member in fused
-            )
+            others = (member for member in self._fused(family) if member is not family)
+            amaxes = (amax(load_values(self._source, other, torch.bfloat16)) for other in others)
+            self._joint[key] = max([amax(values), *amaxes])
         return self._joint[key]
 
     def _write_input_scale(self, family: Family, spec: TensorSpec, writer: ShardWriter) -> None:

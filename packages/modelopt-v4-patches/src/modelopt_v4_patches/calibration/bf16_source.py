@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.reader import Checkpoint
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
 
-from ..errors import CalibrationError
+from ..errors import CalibrationError, some_names
 from .memory import Room, max_memory
 
 _STORED_DTYPES: Final = frozenset(("BF16", "F32", "I64"))
@@ -61,9 +60,3 @@ def load_model(source: Path, room: Room) -> Any:
                 "`dsv4-quantize dequant` writes a complete checkpoint."
             )
     return model.eval()
-
-
-def some_names(names: Sequence[str]) -> str:
-    """The first three, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(shown(name) for name in names[:3]) + more

@@ -6,7 +6,7 @@ shape or dtype than its weight asks for are all refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nvfp4_codec.checkpoint import Checkpoint, TensorInfo
@@ -23,6 +23,8 @@ from nvfp4_codec.schemas.deepseek_v4 import (
     to_official,
 )
 from nvfp4_codec.schemas.deepseek_v4 import Report as Match
+
+from ..errors import some_names
 
 _LAYOUTS: Mapping[str, Layout] = {"U8": "nvfp4", "F8_E4M3": "official", "I8": "official"}
 # What transformers casts to the model's dtype while saving; loaders cast it back.
@@ -96,7 +98,7 @@ def _refused(match: Match) -> CheckpointError:
     }
     kinds = match.summary().values()
     found = "; ".join(
-        f"{len(names)} {what}: {_listed(names)}"
+        f"{len(names)} {what}: {some_names(names, _NAMED)}"
         + ("" if len(names) <= _NAMED else f" ({_counted(counts)})")
         for (what, names), counts in zip(lists.items(), kinds, strict=True)
         if names
@@ -106,11 +108,6 @@ def _refused(match: Match) -> CheckpointError:
         "Give the config.json of the model that was exported; an incomplete export must be made "
         "again."
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(shown(name) for name in names[:_NAMED]) + more
 
 
 def _counted(kinds: Mapping[str, int]) -> str:
