@@ -20,17 +20,13 @@ on standard output; numbers that are not finite become strings, and these keys a
 from __future__ import annotations
 
 import argparse
-import io
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .cli_output import printable, reader_left
-from .errors import CodecError
-
-OK, FINDINGS, BAD_INPUT = 0, 1, 2
+from .cli_frame import run_command
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="nvfp4", description="NVFP4, MXFP4 and block-FP8 checkpoints.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"nvfp4 {__version__}")
+    parser.set_defaults(run=_run)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     inspect = commands.add_parser(
@@ -110,41 +107,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Errors become one message, not a traceback."""
-    arguments = argparse.Namespace(debug=False)
-    try:
-        _write_anything()
-        arguments = build_parser().parse_args(argv)
-        logging.basicConfig(format="nvfp4: %(message)s", level=logging.WARNING)
-        from . import cli_commands
-
-        return cli_commands.COMMANDS[arguments.command](arguments)
-    except CodecError as error:
-        if arguments.debug:
-            raise
-        return _failed(str(error))
-    except BrokenPipeError:
-        return reader_left()
-    except OSError as error:
-        if arguments.debug:
-            raise
-        where = f"file {error.filename}: " if error.filename else ""
-        return _failed(f"{where}{error.strerror or error}. Check the path and its permissions.")
-    except KeyboardInterrupt:
-        hint = "; --resume continues it" if hasattr(arguments, "resume") else ""
-        return _failed(f"interrupted{hint}")
+    return run_command("nvfp4", build_parser, argv, level=logging.WARNING)
 
 
-def _write_anything() -> None:
-    """A terminal that knows only ASCII gets escapes; work done is not lost over a character."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+def _run(arguments: argparse.Namespace) -> int:
+    from . import cli_commands  # torch, which `--help` must not wait for
 
-
-def _failed(message: str) -> int:
-    """One line on standard error; control characters cannot reach the terminal."""
-    sys.stderr.write(f"nvfp4: error: {printable(message)}\n")
-    return BAD_INPUT
+    return cli_commands.COMMANDS[arguments.command](arguments)
 
 
 if __name__ == "__main__":

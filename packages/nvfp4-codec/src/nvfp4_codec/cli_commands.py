@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .cli import FINDINGS, OK
+from .cli_frame import FINDINGS, OK
 from .cli_output import number, progress, say, say_grouped, say_json, show_table
 from .errors import CheckpointError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nvfp4_codec import cli, cli_commands
+from nvfp4_codec import cli, cli_commands, cli_frame
 from nvfp4_codec.cli import main
 
 Capture = pytest.CaptureFixture[str]
@@ -82,7 +82,7 @@ def test_an_interrupt_is_one_line_wherever_it_comes(
 def test_an_error_is_one_line_without_control_characters(capsys: Capture, tmp_path: Path) -> None:
     assert main(["inspect", str(tmp_path), "--plot", "x"]) == 2
     capsys.readouterr()
-    assert cli._failed("file \x1b]0;title\x07 \r\n\x9b\u202e name") == 2
+    assert cli_frame.fail("nvfp4", "file \x1b]0;title\x07 \r\n\x9b\u202e name") == 2
     assert capsys.readouterr().err == (
         "nvfp4: error: file \\x1b]0;title\\x07 \\x0d\\x0a\\x9b\\x202e name\n"
     )

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
+from nvfp4_codec import cli_frame
+from nvfp4_codec.cli_frame import BAD_INPUT, FINDINGS, OK
 from nvfp4_codec.cli_output import printable, show_table
+from nvfp4_codec.cli_output import say_json as show_json
 
 if TYPE_CHECKING:
-    Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+    from nvfp4_codec.cli_frame import Commands
 
 __all__ = [
     "BAD_INPUT",
     "FINDINGS",
     "OK",
+    "Commands",
     "add_command",
     "fail",
     "printable",
@@ -24,7 +26,7 @@ __all__ = [
     "show_table",
 ]
 
-OK, FINDINGS, BAD_INPUT = 0, 1, 2
+PROGRAM = "dsv4-quantize"
 
 
 def add_command(
@@ -39,7 +41,7 @@ def add_command(
 
     writes: INPUT, OUTPUT and --resume. spreads: --workers and --executor.
     """
-    parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+    parser = cli_frame.add_command(commands, name, help)
     if writes:
         parser.add_argument("input", type=Path, help="a checkpoint folder")
         parser.add_argument("output", type=Path, help="a new folder")
@@ -52,17 +54,9 @@ def add_command(
             default="local",
             help="ray spreads the same tasks over a cluster (needs the extra [ray])",
         )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--debug", action="store_true", help="show a traceback on errors")
     return parser
 
 
-def show_json(document: dict[str, Any]) -> None:
-    """Prints one JSON object; numbers that are not finite must have become strings."""
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
-
-
 def fail(message: str) -> int:
-    """One line on standard error; control characters cannot reach the terminal."""
-    sys.stderr.write(f"dsv4-quantize: error: {printable(message)}\n")
-    return BAD_INPUT
+    """One line on standard error; returns the exit code."""
+    return cli_frame.fail(PROGRAM, message)
