@@ -1,7 +1,7 @@
 """The development sessions. `python3 dev.py SESSION...` runs them; `python3 dev.py` lists them.
 
 Each session has its own environment, installed by uv at the versions and hashes of
-constraints.txt. Only what a session needs is installed; no session installs vllm yet.
+constraints.txt. Only what a session needs is installed.
 """
 
 from pathlib import Path
@@ -17,8 +17,7 @@ nox.options.sessions = ["tests"]
 ROOT = Path(__file__).resolve().parent
 CODEC = "./packages/nvfp4-codec"
 PATCHES = "./packages/modelopt-v4-patches"
-# Installed without their requirements: the test group has those that tests need, and vllm alone
-# is 9 GB.
+# Installed without their requirements: the test group has those that tests need.
 OTHERS = ("modelopt-v4-patches", "vllm-dsv4", "megamoe-kernel")
 OTHERS_EDITABLE = tuple(f"--editable=./packages/{name}" for name in OTHERS)
 

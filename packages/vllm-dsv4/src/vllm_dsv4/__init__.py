@@ -1,4 +1,4 @@
-"""A vLLM plugin that serves full-NVFP4 DeepSeek-V4 checkpoints. Not implemented yet."""
+"""A vLLM plugin that serves full-NVFP4 DeepSeek-V4 checkpoints."""
 
 from importlib.metadata import version
 
