@@ -1,7 +1,8 @@
 """Build the sdist and the wheels of every package into dist/.
 
-The pure packages get one wheel. The codec gets one for each supported Python that this machine
-has, built from its sdist and repaired by auditwheel; a Python that is missing is named.
+The pure packages get one wheel. Those with an extension, the codec and megamoe-kernel, get one for
+each supported Python that this machine has, built from the sdist and repaired by auditwheel; a
+Python that is missing is named.
 """
 
 import shutil
@@ -14,12 +15,17 @@ from interpreters import find_interpreters
 from version import PACKAGES, ROOT, read_version
 
 DIST = ROOT / "dist"
-NATIVE = "nvfp4-codec"
+NATIVE = ("nvfp4-codec", "megamoe-kernel")
 
 
 def distribution_name(package: str) -> str:
     """Return the package's name as it is spelled in file names."""
     return package.replace("-", "_")
+
+
+def sdist_of(package: str) -> Path:
+    """Return where the package's sdist is, or will be."""
+    return DIST / f"{distribution_name(package)}-{read_version()}.tar.gz"
 
 
 def run(*command: str | Path) -> None:
@@ -70,18 +76,18 @@ def main() -> int:
     shutil.rmtree(DIST, ignore_errors=True)
     for package in PACKAGES:
         source = ROOT / "packages" / package
-        if package == NATIVE:
+        if package in NATIVE:
             build(source, DIST, "--sdist")
         else:
             build(source, DIST)
-    sdist = DIST / f"{distribution_name(NATIVE)}-{read_version()}.tar.gz"
     built = 0
     for version, python in find_interpreters().items():
         name = "Python {}.{}".format(*version)
         if python is None:
-            print(f"{name}: MISSING on this machine, no {NATIVE} wheel for it")
+            print(f"{name}: MISSING on this machine, no wheels of {', '.join(NATIVE)} for it")
             continue
-        print(f"{name}: {build_native_wheel(sdist, python).name}", flush=True)
+        for package in NATIVE:
+            print(f"{name}: {build_native_wheel(sdist_of(package), python).name}", flush=True)
         built += 1
     print(*sorted(path.name for path in DIST.iterdir()), sep="\n")
     return 0 if built else 1

@@ -1,7 +1,8 @@
 """Install what build_packages.py made, each into a clean environment, and use it there.
 
 The codec's wheels on every Python, alone; its sdist where there is no compiler; the other
-packages with the codec beside them. Nothing of the checkout is on any path.
+packages with the codec beside them, megamoe-kernel both ways too. Nothing of the checkout is on any
+path.
 """
 
 import os
@@ -10,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from build_packages import DIST, NATIVE, distribution_name
+from build_packages import DIST, NATIVE, distribution_name, sdist_of
 from interpreters import find_interpreters
 from version import PACKAGES, ROOT, read_version
 
@@ -21,7 +22,8 @@ SMOKE = ROOT / "tools" / "smoke.py"
 # CMake looks into /usr/bin even when PATH does not name it. Switched off, the machine has no
 # compiler for all that a build can see.
 NO_COMPILER = {"CMAKE_ARGS": "-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF"}
-COMMANDS = {"modelopt-v4-patches": "dsv4-quantize"}
+CODEC, KERNEL = NATIVE
+COMMANDS = {"modelopt-v4-patches": "dsv4-quantize", KERNEL: "megamoe"}
 UNSET = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "VIRTUAL_ENV", "PYTHONPATH", "CMAKE_GENERATOR")
 
 
@@ -75,14 +77,39 @@ def check_codec_without_compiler(python: Path, folder: Path) -> None:
     environment = Environment(folder, python)
     empty = folder / "empty"
     empty.mkdir()
-    sdist = DIST / f"{distribution_name(NATIVE)}-{read_version()}.tar.gz"
-    # Refresh: uv might hand out a wheel that it built from this sdist with a compiler.
-    without = {"PATH": str(empty), **NO_COMPILER}
-    environment.install(f"--refresh-package={NATIVE}", str(sdist), env=without)
+    install_without_compiler(environment, CODEC, empty)
     environment.smoke("--backend=reference", f"--version={read_version()}")
 
 
-def check_others(codec: Path, python: Path, folder: Path) -> None:
+def install_without_compiler(environment: Environment, package: str, empty: Path) -> None:
+    # Refresh: uv might hand out a wheel that it built from this sdist with a compiler.
+    without = {"PATH": str(empty), **NO_COMPILER}
+    options = (f"--refresh-package={package}", *(["--no-deps"] if package == KERNEL else []))
+    environment.install(*options, str(sdist_of(package)), env=without)
+
+
+# One layout, from the extension or, with one warning, from the header; and no torch for either.
+KERNEL_SMOKE = """
+import logging, sys
+messages = []
+handler = logging.Handler()
+handler.emit = lambda record: messages.append(record.getMessage())
+logging.getLogger("megamoe_kernel").addHandler(handler)
+from megamoe_kernel import buffer_layout as b
+sizes = b.BufferSizes(*range(1, 13))
+assert b.buffer_layout(sizes) == b.buffer_layout(sizes) == b.layout_of_header(sizes)
+native = b._import_error is None
+assert native == (sys.argv[1] == "native") and len(messages) == (not native), (native, messages)
+print("megamoe_kernel", sys.argv[1], *messages)
+"""
+
+
+def check_kernel(environment: Environment, kind: str) -> None:
+    python = str(environment.python)
+    print(" ", environment.run(python, "-I", "-c", KERNEL_SMOKE, kind).strip(), flush=True)
+
+
+def check_others(codec: Path, kernel: Path, python: Path, folder: Path) -> None:
     """Install the other packages beside the codec, import them, and ask their commands for help.
 
     vllm and torch are not installed for that: whether vllm's requirements can be met is
@@ -93,10 +120,10 @@ def check_others(codec: Path, python: Path, folder: Path) -> None:
     environment.install("--no-deps", str(codec))
     environment.install("numpy", "rich")
     for package in PACKAGES:
-        if package == NATIVE:
+        if package == CODEC:
             continue
         name = distribution_name(package)
-        (wheel,) = DIST.glob(f"{name}-*.whl")
+        (wheel,) = [kernel] if package == KERNEL else DIST.glob(f"{name}-*.whl")
         environment.install("--dry-run", str(codec), str(wheel))
         environment.install("--no-deps", str(wheel))
         code = (
@@ -105,14 +132,16 @@ def check_others(codec: Path, python: Path, folder: Path) -> None:
         print(" ", environment.run(str(environment.python), "-I", "-c", code).strip(), flush=True)
         if (command := COMMANDS.get(package)) is not None:
             environment.run(str(environment.python.with_name(command)), "--help")
+    check_kernel(environment, "native")
+    empty = folder / "empty"
+    empty.mkdir()
+    install_without_compiler(environment, KERNEL, empty)
+    check_kernel(environment, "pure")
 
 
 def main() -> int:
     pythons = {version: path for version, path in find_interpreters().items() if path is not None}
-    codec_wheels: dict[tuple[int, int], Path] = {}
-    for version in pythons:
-        tag = "cp{}{}".format(*version)
-        (codec_wheels[version],) = DIST.glob(f"{distribution_name(NATIVE)}-*-{tag}-{tag}-*.whl")
+    codec_wheels = {version: wheel_of(CODEC, version) for version in pythons}
     with tempfile.TemporaryDirectory() as scratch:
         for version, python in pythons.items():
             print(f"{codec_wheels[version].name}, alone")
@@ -121,8 +150,16 @@ def main() -> int:
         print("the codec's sdist, without a compiler")
         check_codec_without_compiler(python, _folder(scratch, "pure"))
         print("the other packages")
-        check_others(codec_wheels[version], python, _folder(scratch, "others"))
+        kernel = wheel_of(KERNEL, version)
+        check_others(codec_wheels[version], kernel, python, _folder(scratch, "others"))
     return 0
+
+
+def wheel_of(package: str, version: tuple[int, int]) -> Path:
+    """Return the one wheel of a native package for this Python."""
+    tag = "cp{}{}".format(*version)
+    (wheel,) = DIST.glob(f"{distribution_name(package)}-*-{tag}-{tag}-*.whl")
+    return wheel
 
 
 def _folder(scratch: str, *parts: object) -> Path:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,3 +80,28 @@ def make_tokens() -> MakeTokens:
         return RankTokens(given, ids, weights)
 
     return make
+
+
+PACKAGE = Path(__file__).parent.parent
+INCLUDE = PACKAGE / "src" / "megamoe_kernel" / "include"
+
+
+@pytest.fixture(scope="session")
+def host_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The neutral device code and its host machine, compiled once for all workers of a session."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs g++ or clang++: the device code is compiled for the host")
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    library = folder / "libmegamoe_host.so"
+    with (folder / "libmegamoe_host.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            options = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off"]
+            options += ["-U_FORTIFY_SOURCE"]  # fibers leave by longjmp
+            includes = [f"-I{PACKAGE / 'csrc'}", f"-I{INCLUDE}"]
+            source = PACKAGE / "csrc" / "host" / "library.cpp"
+            command = [compiler, *options, *includes, "-shared", "-fPIC", str(source)]
+            subprocess.run([*command, "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))

@@ -174,7 +174,9 @@ class Group:
         ({"num_max_tokens_per_rank": 0}, ShapeError, "num_max_tokens_per_rank is 0"),
         ({"num_experts": -4}, ShapeError, "num_experts is -4"),
         ({"activation": "fp8"}, RecipeError, "activation is 'fp8'"),
-        ({"group": Group(8)}, BackendError, r"8 ranks, expected one.*reference\.mega_moe"),
+        ({"group": Group(3)}, ShapeError, "num_experts is 4, expected a multiple of the 3 ranks"),
+        ({"group": Group(4)}, BackendError, r"4 ranks and device is cpu.*reference\.mega_moe"),
+        ({"group": Group(80)}, BackendError, "80 ranks, the largest NVLink domain has 72 GPUs"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -317,7 +319,8 @@ def test_a_missing_input_scale_is_named(ready: dict[str, Any]) -> None:
 
 def test_an_expert_id_of_another_model(ready: dict[str, Any]) -> None:
     case = ready["bf16"]
-    ids = case.buffer.topk_idx.clone()
+    x, ids, weights = _inputs()
     ids[0, 0] = EXPERTS
-    broken = replace(case.buffer, topk_idx=ids)
+    broken = _buffer("bf16")
+    prepare_inputs(x, broken, topk_idx=ids, topk_weights=weights)
     _refused(case, RoutingError, "holds 4, expected 0 to 3", sym_buffer=broken)

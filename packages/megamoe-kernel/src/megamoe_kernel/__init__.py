@@ -1,7 +1,7 @@
 """Fused expert-parallel mixture-of-experts for NVFP4 weights: contract, reference, transforms.
 
-There is no kernel yet: the layer runs on the reference backend, when asked for by name. The names
-import on first use.
+There is no kernel of the whole layer yet: it runs on the reference backend, when asked for by name;
+prepare_inputs has one. The names import on first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from .errors import (
         ArchitectureError,
         BackendError,
+        CacheError,
+        CompileError,
         DtypeError,
+        LaunchError,
         LayoutError,
         MegaMoEError,
         RecipeError,
@@ -39,8 +42,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "ArchitectureError": "errors",
     "BackendError": "errors",
+    "CacheError": "errors",
+    "CompileError": "errors",
     "DtypeError": "errors",
     "ExpertWeights": "experts",
+    "LaunchError": "errors",
     "LayoutError": "errors",
     "MegaMoEError": "errors",
     "MegaMoEWeights": "weights",
@@ -71,8 +77,11 @@ except PackageNotFoundError:  # a source tree on sys.path that was never install
 __all__ = [
     "ArchitectureError",
     "BackendError",
+    "CacheError",
+    "CompileError",
     "DtypeError",
     "ExpertWeights",
+    "LaunchError",
     "LayoutError",
     "MegaMoEError",
     "MegaMoEWeights",

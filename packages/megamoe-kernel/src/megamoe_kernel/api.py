@@ -24,6 +24,7 @@ from .errors import (
     ShapeError,
 )
 from .experts import check_dtype, check_shape
+from .prepare_kernel import has_kernel, prepare_on_gpu
 from .reference import Activation, RankTokens, Tokens, check_limit, mega_moe, required_input_scale
 from .weights import Arch, Layer, MegaMoEWeights, untransform_nvfp4_weights
 
@@ -50,6 +51,7 @@ def prepare_inputs(
     *,
     topk_idx: Tensor | None = None,
     topk_weights: Tensor | None = None,
+    backend: Backend | None = None,
 ) -> None:
     """Put a rank's hidden states, and its routing if given, into the first rows of the buffer.
 
@@ -60,10 +62,15 @@ def prepare_inputs(
     "bf16" it is rounded to BF16. FP8 is decoded to float32 first.
     topk_idx: int32 or int64 ``[T, num_topk]``; topk_weights: float32, the same shape. Without them
         the caller writes sym_buffer.topk_idx and topk_weights.
+    backend: who quantizes for "nvfp4", to the same bits: "kernel" on GPUs that have a target (see
+        jit.targets), "reference" in plain torch anywhere. None: the kernel where there is one; its
+        first call for a width and dtype compiles or loads it, and CUDA graphs capture it.
     x must be finite; a token that is not gets an unspecified result, the others are not touched.
-    No value is looked at, so nothing waits for a GPU. Raises DtypeError or ShapeError.
+    No value is looked at, so nothing waits for a GPU. Raises DtypeError, ShapeError, BackendError.
     """
     check_buffer(sym_buffer)
+    if backend not in (None, "kernel", "reference"):
+        raise BackendError(f"backend is {backend!r}, expected 'kernel', 'reference' or None")
     x = decode_hidden_states(x, scales).detach()  # else the buffer would join x's graph
     tokens = x.shape[0]
     check_shape("x", x, (tokens, sym_buffer.hidden))
@@ -88,6 +95,13 @@ def prepare_inputs(
         sym_buffer.topk_weights[:tokens] = topk_weights
     if sym_buffer.x_sf is None or sym_buffer.x_scale is None:
         sym_buffer.x[:tokens] = x
+        return
+    if backend is None:
+        backend = "kernel" if has_kernel(x.device) else "reference"
+    if backend == "kernel":
+        if not has_kernel(x.device):
+            raise BackendError(f"there is no kernel for {x.device}; pass backend='reference'")
+        prepare_on_gpu(x, sym_buffer)
         return
     quantized = quantize_tokens(x)
     sym_buffer.x[:tokens] = quantized.codes

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .buffer_layout import BufferLayout
+from .buffer_sizes import LARGEST_TILE, check_num_ranks, layer_layout
 from .errors import BackendError, RecipeError, ShapeError
-from .experts import BLOCK_SIZE, check_aligned
+from .experts import check_aligned
+from .failure import Failure, read_failure
+from .models import MoEShape
+from .nvlink import agree_on_domain, meet
 from .reference import Activation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_DTYPES = {
+    "U8": torch.uint8,
+    "E4M3": torch.float8_e4m3fn,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class SymmBuffer:
-    """One rank's part of the shared buffer, by name; M is num_max_tokens_per_rank.
+    """One rank's part of the shared buffer; M is num_max_tokens_per_rank.
 
-    x: the tokens: uint8 ``[M, hidden/2]`` ("nvfp4") or bfloat16 ``[M, hidden]`` ("bf16").
-    x_sf: float8_e4m3fn ``[M, hidden/16]``, x_scale: float32 ``[M]``; None for "bf16".
-    topk_idx: int64 ``[M, num_topk]``, global expert ids or -1. topk_weights: float32, same shape.
-    Only the first rows are read, as many as the output has. prepare_inputs fills them.
+    layout: where each field lies; ``field`` gives one as a tensor, ``address`` its address.
+    peers: the address of every rank's memory, this rank's included, as this GPU sees it.
+    After ``destroy`` every use raises BackendError.
     """
 
     activation: Activation
@@ -34,15 +48,85 @@ class SymmBuffer:
     intermediate: int
     rank_idx: int
     num_ranks: int
-    x: Tensor
-    x_sf: Tensor | None
-    x_scale: Tensor | None
-    topk_idx: Tensor
-    topk_weights: Tensor
+    layout: BufferLayout = field(repr=False)
+    peers: tuple[int, ...] = field(repr=False)
+    memory: Tensor | None = field(repr=False)
+    group: ProcessGroup | None = field(repr=False, default=None)
+    _fields: dict[str, Tensor] = field(repr=False, default_factory=dict)
 
     @property
     def num_experts_per_rank(self) -> int:
         return self.num_experts // self.num_ranks
+
+    @property
+    def device(self) -> torch.device:
+        return self._required().device
+
+    @property
+    def x(self) -> Tensor:
+        """The tokens: uint8 ``[M, hidden/2]`` ("nvfp4") or bfloat16 ``[M, hidden]`` ("bf16")."""
+        return self.field("x")
+
+    @property
+    def x_sf(self) -> Tensor | None:
+        """Block scales, float8_e4m3fn ``[M, hidden/16]``; None for "bf16"."""
+        return self.field("x_sf") if self.activation == "nvfp4" else None
+
+    @property
+    def x_scale(self) -> Tensor | None:
+        """The tokens' scales, float32 ``[M]``; None for "bf16"."""
+        return self.field("x_scale").squeeze(1) if self.activation == "nvfp4" else None
+
+    @property
+    def topk_idx(self) -> Tensor:
+        """Global expert ids or -1, int64 ``[M, num_topk]``."""
+        return self.field("topk_idx")
+
+    @property
+    def topk_weights(self) -> Tensor:
+        """Routing weights, float32 ``[M, num_topk]``."""
+        return self.field("topk_weights")
+
+    def field(self, name: str) -> Tensor:
+        """A field of the table as a tensor ``[rows, columns]`` in this memory."""
+        memory = self._required()
+        if name not in self._fields:
+            row = self.layout.fields[name]
+            raw = memory[row.offset : row.offset + row.nbytes]
+            dtype = _DTYPES[row.type]
+            if self.activation == "bf16" and name in ("x", "ring_x", "ring_h"):
+                dtype = torch.bfloat16
+            self._fields[name] = raw.view(dtype).view(row.rows, -1)
+        return self._fields[name]
+
+    def address(self, name: str) -> int:
+        """The address of a field in this rank's memory."""
+        return self._required().data_ptr() + self.layout.fields[name].offset
+
+    def failure(self) -> Failure | None:
+        """The wait that this rank's kernel gave up, if any; waits for the GPU."""
+        return read_failure(self.field("failure").view(torch.int32).flatten().tolist())
+
+    def destroy(self) -> None:
+        """Give the memory back, after all work of this GPU; a second call does nothing.
+
+        Collective when there are several ranks: all wait until nobody reads a peer's memory.
+        """
+        if self.memory is None:
+            return
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(self.memory.device)
+        if self.group is not None:
+            meet(self.group)
+        self._fields.clear()
+        self.memory, self.peers, self.group = None, (), None
+
+    def _required(self) -> Tensor:
+        if self.memory is None:
+            raise BackendError(
+                "the buffer was destroyed; allocate another with get_symm_buffer_for_nvfp4_mega_moe"
+            )
+        return self.memory
 
 
 def get_symm_buffer_for_nvfp4_mega_moe(
@@ -55,22 +139,21 @@ def get_symm_buffer_for_nvfp4_mega_moe(
     intermediate: int,
     activation: Activation = "nvfp4",
     device: torch.device | str = "cpu",
+    ring_rows: int | None = None,
 ) -> SymmBuffer:
     """Allocate the buffer of one MoE layer's shape; layers of a model may share it.
 
-    group: the expert-parallel ranks; None is this process alone. Several ranks are refused by name
-        (BackendError): their shared memory is not written yet.
+    group: the expert-parallel ranks; None is this process alone. One rank gets plain memory.
+        Several get torch's symmetric memory: collective, each on its own CUDA device. They are in
+        one NVLink domain, at most 72, or all raise BackendError.
     num_experts: of the whole group, a multiple of its size. hidden and intermediate: multiples of
-        128. num_topk: 1 to 32.
+        128. num_topk: 1 to 32. ring_rows: see layer_layout.
+    The buffer starts without tokens: every expert id is -1. ``SymmBuffer.destroy`` frees it.
     """
     check_buffer_activation(activation)
     check_aligned(hidden=hidden, intermediate=intermediate)
     num_ranks = 1 if group is None else group.size()
-    if num_ranks > 1:
-        raise BackendError(
-            f"the group has {num_ranks} ranks, expected one: memory that ranks share is not there "
-            "yet; megamoe_kernel.reference.mega_moe computes several ranks in one process"
-        )
+    check_num_ranks(num_ranks)
     for name, value in (
         ("num_experts", num_experts),
         ("num_max_tokens_per_rank", num_max_tokens_per_rank),
@@ -81,21 +164,56 @@ def get_symm_buffer_for_nvfp4_mega_moe(
         raise ShapeError(
             f"num_topk is {num_topk}, expected 1 to 32 and at most {num_experts} experts"
         )
-    tokens = num_max_tokens_per_rank
-    x_sf = x_scale = None
-    if activation == "nvfp4":
-        x = torch.zeros(tokens, hidden // 2, dtype=torch.uint8, device=device)
-        raw = torch.zeros(tokens, hidden // BLOCK_SIZE, dtype=torch.uint8, device=device)
-        x_sf = raw.view(torch.float8_e4m3fn)
-        x_scale = torch.ones(tokens, dtype=torch.float32, device=device)
+    if ring_rows is not None and (ring_rows < 1 or ring_rows % LARGEST_TILE):
+        raise ShapeError(f"ring_rows is {ring_rows}, expected a multiple of {LARGEST_TILE}")
+    shape = MoEShape(num_experts, num_topk, hidden, intermediate)
+    layout = layer_layout(shape, activation, num_ranks, num_max_tokens_per_rank, ring_rows)
+    device = torch.device(device)
+    peers: tuple[int, ...]
+    if group is None or num_ranks == 1:
+        memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        rank_idx, peers, group = 0, (memory.data_ptr(),), None
     else:
-        x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
-    topk_idx = torch.full((tokens, num_topk), -1, dtype=torch.int64, device=device)
-    topk_weights = torch.zeros(tokens, num_topk, dtype=torch.float32, device=device)
-    return SymmBuffer(
-        activation, num_experts, tokens, num_topk, hidden, intermediate, 0, num_ranks,
-        x, x_sf, x_scale, topk_idx, topk_weights,
+        memory, peers = _allocate_symmetric(group, layout.nbytes, device)
+        rank_idx = group.rank()
+    buffer = SymmBuffer(
+        activation, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate,
+        rank_idx, num_ranks, layout, peers, memory, group,
     )  # fmt: skip
+    buffer.topk_idx.fill_(-1)
+    if buffer.x_scale is not None:
+        buffer.x_scale.fill_(1)
+    if group is not None:
+        # A peer must not read, or signal into, memory that is not cleared yet.
+        torch.cuda.synchronize(device)
+        meet(group)
+    return buffer
+
+
+def _allocate_symmetric(
+    group: ProcessGroup, nbytes: int, device: torch.device
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Cleared memory that all ranks map, and every rank's address of it."""
+    if device.type != "cuda":
+        raise BackendError(
+            f"the group has {group.size()} ranks and device is {device}; ranks share memory over "
+            "NVLink, pass each rank's CUDA device. megamoe_kernel.reference.mega_moe computes "
+            "several ranks in one process, on any device"
+        )
+    agree_on_domain(group, device)
+    # Imported here: it costs a second, and one rank does without.
+    from torch.distributed import _symmetric_memory as symmetric
+
+    memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    try:
+        handle = symmetric.rendezvous(memory, group)
+    except RuntimeError as error:
+        raise BackendError(
+            f"the {group.size()} ranks cannot map each other's memory: {error}. They must be in "
+            "one NVLink domain, with peer access between all GPUs"
+        ) from error
+    memory.zero_()
+    return memory, tuple(handle.buffer_ptrs)
 
 
 def check_buffer_activation(activation: str) -> None:

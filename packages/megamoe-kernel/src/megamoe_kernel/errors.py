@@ -41,3 +41,15 @@ class RoutingError(MegaMoEError, ValueError):
 
 class BackendError(MegaMoEError, RuntimeError):
     """A backend that does not exist, or not for this request."""
+
+
+class CompileError(MegaMoEError, RuntimeError):
+    """A kernel that does not compile, or no compiler to do it."""
+
+
+class CacheError(MegaMoEError, OSError):
+    """A cache folder or entry of compiled kernels that others could have written."""
+
+
+class LaunchError(MegaMoEError, RuntimeError):
+    """A CUDA driver that is missing, or that refuses a compiled kernel or its launch."""

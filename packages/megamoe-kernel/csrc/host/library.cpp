@@ -1,0 +1,112 @@
+// What the tests call, by ctypes: whole layers on emulated ranks, and the small parts one by one.
+#include <algorithm>
+#include <cstring>
+
+#include "host/layer_run.hpp"
+
+using namespace megamoe;
+using namespace megamoe::host;
+
+namespace {
+
+void copy_text(const std::string& text, char* to, int capacity) {
+  const size_t length = std::min(text.size(), static_cast<size_t>(capacity - 1));
+  std::memcpy(to, text.data(), length);
+  to[length] = 0;
+}
+
+template <class Format>
+int run(const LayerRun& arguments, char* message, int capacity) {
+  if (const char* error = problem_error<Format>(arguments.problem)) {
+    copy_text(error, message, capacity);
+    return 2;
+  }
+  const auto stopped = LayerRunner<Format>(arguments).run();
+  copy_text(stopped.value_or(""), message, capacity);
+  return stopped ? 1 : 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+// 0: all threads ended, perhaps with failure records. 1: stopped, 2: not a problem that can be run;
+// message says why.
+int megamoe_run_layer(const LayerRun* arguments, int nvfp4, char* message, int capacity) {
+  return nvfp4 ? run<Nvfp4>(*arguments, message, capacity)
+               : run<Bf16>(*arguments, message, capacity);
+}
+
+// The number of a field of the buffer, -1 if there is none of this name.
+int megamoe_field(const char* name) {
+  static constexpr BufferTable kTable = buffer_table({});
+  for (int i = 0; i < kTable.count; ++i) {
+    if (!std::strcmp(kTable.row[i].name, name)) return i;
+  }
+  return -1;
+}
+
+// One CTA's tasks as (layer, block, part); returns how many, at most capacity.
+int megamoe_tasks(const Problem* problem, int num_blocks, int first, int stride, int32_t* out,
+                  int capacity) {
+  TaskCursor<Problem> cursor(*problem, num_blocks, first, stride);
+  int count = 0;
+  for (Task task; count < capacity && cursor.next(task); ++count) {
+    *out++ = task.layer == Layer::kL1 ? 1 : 2;
+    *out++ = task.block;
+    *out++ = task.part;
+  }
+  return count;
+}
+
+void megamoe_exp(const float* x, float* out, int64_t n) {
+  std::transform(x, x + n, out, exp_above_minus_86);
+}
+
+void megamoe_swiglu(const float* gate, const float* up, float limit, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = swiglu(gate[i], up[i], limit);
+}
+
+void megamoe_e2m1_from_fp32(const float* x, uint8_t* out, int64_t n) {
+  std::transform(x, x + n, out, e2m1_from_fp32);
+}
+void megamoe_ue4m3_from_fp32(const float* x, uint8_t* out, int64_t n) {
+  std::transform(x, x + n, out, ue4m3_from_fp32);
+}
+void megamoe_bf16_from_fp32(const float* x, uint16_t* out, int64_t n) {
+  std::transform(x, x + n, out, bf16_from_fp32);
+}
+void megamoe_fp32_from_e2m1(const uint8_t* code, float* out, int64_t n) {
+  std::transform(code, code + n, out, fp32_from_e2m1);
+}
+void megamoe_fp32_from_ue4m3(const uint8_t* byte, float* out, int64_t n) {
+  std::transform(byte, byte + n, out, fp32_from_ue4m3);
+}
+
+// Blocks of 16 values to NVFP4 by one emulated warp, four blocks at a time; num_blocks is a multiple
+// of four.
+void megamoe_requantize(const float* x, float input_scale, uint8_t* codes, uint8_t* scales,
+                        int64_t num_blocks, uint64_t seed) {
+  const RankBuffers none{};
+  World world(seed, none, 1, 1, 1);
+  Cta cta;
+  cta.warps.resize(1);
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    world.crew.add([&, lane] {
+      HostMachine m(world, cta, lane, 0, 0, lane);
+      for (int64_t block = lane % 4; block < num_blocks; block += 4) {
+        const int64_t at = block * kBlockSize + lane / 4 * 2;
+        const RequantizedPair pair = requantize_pair(m, x[at], x[at + 1], input_scale);
+        codes[at / 2] = pair.codes;
+        scales[block] = pair.scale;
+      }
+    });
+  }
+  world.crew.run([] { return false; });
+}
+
+// Where the word of (row, word_idx) is among a block's.
+int megamoe_scale_word(const Problem* problem, int row, int word_idx) {
+  return scale_word(*problem, row, word_idx);
+}
+}

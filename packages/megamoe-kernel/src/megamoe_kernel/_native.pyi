@@ -1,0 +1,3 @@
+def buffer_layout(
+    sizes: tuple[int, ...],
+) -> tuple[list[tuple[str, str, str, int, int, int]], int, int]: ...

@@ -1,0 +1,54 @@
+// The end of a task of L2: results go home, to their tokens' ranks. Rounding points L2_SCALE, SLOT.
+#pragma once
+
+#include "megamoe/stages/l1_epilogue.hpp"
+
+namespace megamoe {
+
+// As L1Sums: two rows of the output, counted within the task, for two neighbouring tokens.
+struct L2Sums {
+  float sum[2][2];
+  int row[2];
+  int token;
+};
+
+template <class Shape>
+MEGAMOE_FN constexpr int l2_tile_bytes(const Shape& shape) {
+  return shape.block_rows * shape.weight_rows * 2;
+}
+
+// All threads of the group. factor: alpha, in NVFP4 times the intermediate's input_scale. output:
+// this rank's result, BF16 [tokens, hidden]; the shared expert's slot is there. Peers see the
+// results after the combine barrier.
+template <class Format, Machine M, class Shape, class Sums>
+MEGAMOE_FN void l2_epilogue(M& m, const Group& group, const Shape& shape,
+                            const RankBuffers& buffers, const Task& task, const Block& block,
+                            float factor, uint16_t* output, Sums& sums, uint8_t* tile) {
+  const Fields mine{buffers, m.rank_idx()};
+  const Gates<Format, Shape> gates(shape, mine);
+  const int first_row = gates.slot(task.block).idx * shape.block_rows;
+
+  sums.for_each([&](const L2Sums& part) {
+    MEGAMOE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      uint16_t* row = reinterpret_cast<uint16_t*>(tile) + (part.token + i) * shape.weight_rows;
+      MEGAMOE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        row[part.row[j]] = bf16_from_fp32(mul_rn(part.sum[j][i], factor));
+      }
+    }
+  });
+  group.sync(m);
+
+  store_tile(m, group, tile, block.rows, 2 * shape.weight_rows, [&](int row) {
+    const Source source = m.load(&mine.ring_source()[first_row + row]);
+    uint16_t* home = source.slot & kToOutput
+                         ? output
+                         : Fields{buffers, static_cast<int>(source.rank)}.slots();
+    return home + int64_t{source.slot & ~kToOutput} * shape.hidden + task.part * shape.weight_rows;
+  });
+  group.sync(m);
+  if (group.thread(m) == 0) gates.l2_finished(m, task.block);
+}
+
+}  // namespace megamoe

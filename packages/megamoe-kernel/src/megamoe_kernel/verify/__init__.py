@@ -1,0 +1,1 @@
+"""What ``megamoe verify`` runs: do kernels compute the right thing here, and how fast."""

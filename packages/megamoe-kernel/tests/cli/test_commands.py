@@ -1,0 +1,52 @@
+"""The other commands: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megamoe_kernel.cli import main
+from megamoe_kernel.errors import CompileError
+from megamoe_kernel.jit.nvrtc import find_nvrtc
+
+
+def test_buffer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["buffer", "--model=deepseek-v4-flash", "--json", "--tokens", "64"]) == 0
+    sizes = json.loads(capsys.readouterr().out)["sizes"]
+    assert [row["EP"] for row in sizes] == ["1", "2", "4", "8", "16", "32", "64", "72"]
+    assert main(["buffer", "--model=deepseek-v4-pro"]) == 0
+    assert "432 in all" in capsys.readouterr().out
+
+
+def test_precompile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    try:
+        find_nvrtc()
+    except CompileError as error:
+        pytest.skip(f"needs NVRTC: {error}")
+    words = ["precompile", "--model=deepseek-v4-pro", "--ep=8", f"--cache={tmp_path / 'c'}"]
+    assert main([*words, "--arch", "sm_90a", "sm_100f", "--arch", "sm_90a", "--json"]) == 0
+    kernels = json.loads(capsys.readouterr().out)["kernels"]
+    assert {kernel["target"] for kernel in kernels} == {"sm_90a", "sm_100f"}
+    assert not any(kernel["cached"] for kernel in kernels)
+    assert main([*words, "--arch", "sm_90a"]) == 0
+    assert "was there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--arch", "sm_90a", "sm_100"], "target is 'sm_100': it lacks tcgen05"),
+        (["--arch", "sm_90a", "--ep", "5"], "expected a multiple of the 5 ranks"),
+        (["--arch", "sm_90a", "--ep", "128"], "largest NVLink domain has 72 GPUs"),
+        (["--arch", "sm_90a", "--ep", "0"], "the number of ranks is 0"),
+    ],
+)
+def test_what_precompile_refuses(
+    words: list[str], match: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    assert main(["precompile", "--model=deepseek-v4-pro", f"--cache={cache}", *words]) == 2
+    assert match in capsys.readouterr().err
+    assert not cache.exists()
