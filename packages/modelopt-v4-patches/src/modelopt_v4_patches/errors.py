@@ -4,16 +4,6 @@ codec's ``CheckpointError``. Messages give the value found, the value expected a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from nvfp4_codec.checkpoint.header import shown
-
-
-def some_names(names: Sequence[str], most: int = 3) -> str:
-    """The first names for a message, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(shown(name) for name in names[:most]) + more
-
 
 class DSV4Error(Exception):
     """Base of all errors raised by modelopt-v4-patches."""

@@ -24,12 +24,12 @@ from nvfp4_codec.checkpoint.rewrite import COPIED_NAMES, documents, read_config
 from nvfp4_codec.checkpoint.writer import Fault, no_fault
 from nvfp4_codec.errors import CheckpointError
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig, Scheme
+from nvfp4_codec.schemas.deepseek_v4.encoding import encoding_files
+from nvfp4_codec.schemas.deepseek_v4.recognize import Recognized, recognize
 
-from .config import encoding_files
 from .renaming.exported_config import ExportedConfig, complete_config, read_reference
 from .renaming.fused import FusedGroup, fused_groups, half_quantized
 from .renaming.inplace import finish, is_interrupted, locked, relabel_in_place
-from .renaming.recognize import Recognized, recognize
 from .renaming.relabel import Written, relabel_to_folder
 
 #: Without these no server starts.

@@ -22,17 +22,37 @@ from nvfp4_codec.checkpoint.rewrite import read_config
 from nvfp4_codec.checkpoint.verify import Finding
 from nvfp4_codec.errors import CheckpointError
 from nvfp4_codec.schemas.deepseek_v4 import Entry, Role
+from nvfp4_codec.schemas.deepseek_v4.checks.folder import check_files
+from nvfp4_codec.schemas.deepseek_v4.checks.names import (
+    check_headers,
+    check_names,
+    check_packing,
+    match,
+)
+from nvfp4_codec.schemas.deepseek_v4.checks.quantization import (
+    check_entries,
+    check_older,
+    check_promises,
+)
+from nvfp4_codec.schemas.deepseek_v4.checks.stored import Model
+from nvfp4_codec.schemas.deepseek_v4.checks.structure import check_same_model
+from nvfp4_codec.schemas.deepseek_v4.checks.values import (
+    Result,
+    Sample,
+    collect,
+    plan,
+    sampled,
+    work,
+)
 from nvfp4_codec.schemas.deepseek_v4.names import TEMPLATES
 
 from .checks.calibration import Coverage, check_snapshot, is_snapshot
-from .checks.files import Manifest, check_files
-from .checks.names import check_headers, check_names, check_packing
-from .checks.quantization import check_entries, check_older, check_promises
-from .checks.stored import Model
-from .checks.structure import check_same_model
-from .checks.values import Result, Sample, check_values
+from .checks.manifest import Manifest
+from .progress import progress
 
 if TYPE_CHECKING:
+    from nvfp4_codec.checkpoint.writer import Advance
+
     from .executor import Executor
 
 __all__ = ["Coverage", "Finding", "Row", "Sample", "Validation", "examine", "validate"]
@@ -153,8 +173,8 @@ def _checkpoint(
     findings = list(model.findings)
     packing = check_packing(model)
     findings += [finding for found in packing.values() for finding in found]
-    of_names, report = check_names(model, packing)
-    findings += of_names + check_headers(model, packing)
+    report = match(model)
+    findings += check_names(model, packing, report) + check_headers(model, packing)
     findings += check_promises(model) + check_older(model)
     of_entries, notes = check_entries(model)
     findings += of_entries
@@ -167,7 +187,7 @@ def _checkpoint(
     result = Result()
     if sample != 0:
         requantized = {} if manifest is None else manifest.requantized
-        result = check_values(model, source, sample, requantized, executor)
+        result = _values(model, source, sample, requantized, executor)
     findings += result.findings
     names = {
         "missing": report.missing,
@@ -183,6 +203,25 @@ def _checkpoint(
         names=names,
         nbytes=result.nbytes,
     )
+
+
+def _values(
+    model: Model,
+    source: Model | None,
+    sample: Sample,
+    requantized: Mapping[str, int],
+    executor: Executor | None,
+) -> Result:
+    tasks = list(plan(model, source, sampled(model, sample), requantized))
+    results = map(work, tasks) if executor is None else executor.map(work, tasks)
+    with progress("validate", sum(task.nbytes for task in tasks)) as advance:
+        return collect(_told(results, advance), model.checkpoint.root)
+
+
+def _told(results: Iterable[Result], advance: Advance) -> Iterable[Result]:
+    for result in results:
+        advance(result.nbytes)
+        yield result
 
 
 def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -56,6 +56,36 @@ def older_file(content: Any) -> None:
     content.files["hf_quant_config.json"] = json.dumps({"quantization": inner})
 
 
+def older_with(**keys: Any) -> Any:
+    """A hf_quant_config.json that says the same, but for these keys."""
+
+    def change(content: Any) -> None:
+        block = content.quantization
+        inner = {
+            "quant_algo": block["quant_algo"],
+            "kv_cache_quant_algo": None,
+            "group_size": 16,
+            "exclude_modules": block["ignore"],
+            "quantized_layers": block["quantized_layers"],
+        }
+        document = {"quantization": {**inner, **keys}}
+        content.files["hf_quant_config.json"] = json.dumps(document)
+
+    return change
+
+
+def with_cache(scheme: Any, change: Any) -> Any:
+    def both(content: Any) -> None:
+        content.quantization["kv_cache_scheme"] = scheme
+        change(content)
+
+    return both
+
+
+FP8_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
+NVFP4_CACHE = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+
+
 def hf_ignore(content: Any) -> None:
     content.quantization["ignore"] = ["model.layers.0.self_attn.o_a_proj", "lm_head", "*.ffn.gate"]
 
@@ -105,6 +135,23 @@ CASES = {
     "a wrong algorithm": (listed_as_fp8, "config-disagrees", "layers.1.attn.wq_b.weight"),
     "o_a_proj not in ignore": (as_pure_nvfp4, "config-disagrees", "layers.0.attn.wo_a.weight"),
     "the older file": (older_file, "config-disagrees", "quantization.quant_algo"),
+    "the older file's group_size": (older_with(group_size=32), "config-disagrees",
+                                    "quantization.group_size"),
+    "the older file's FP8 cache": (older_with(kv_cache_quant_algo="FP8"), "config-disagrees",
+                                   "quantization.kv_cache_quant_algo"),
+    "the older file's BF16 cache": (with_cache(FP8_CACHE, older_with()), "config-disagrees",
+                                    "quantization.kv_cache_quant_algo"),
+    "the older file's FP8 for an NVFP4 cache": (
+        with_cache(NVFP4_CACHE, older_with(kv_cache_quant_algo="FP8")), "config-disagrees",
+        "quantization.kv_cache_quant_algo"),
+    "two caches in one config": (
+        with_cache(FP8_CACHE, quantization("kv_cache_quant_algo", "NVFP4")),
+        "config-contradicts-itself", "quantization_config.kv_cache_quant_algo"),
+    "an algorithm without its scheme": (
+        quantization("kv_cache_quant_algo", "FP8"), "config-contradicts-itself",
+        "quantization_config.kv_cache_quant_algo"),
+    "the block's group_size": (quantization("group_size", 32), "config-disagrees",
+                               "quantization_config.group_size"),
     "in both lists": (in_both, "config-contradicts-itself", "quantization_config.ignore"),
     "in both lists by a glob": (in_both_by_a_glob, "config-contradicts-itself",
                                 "quantization_config.ignore"),
@@ -209,6 +256,31 @@ def test_against_the_source_every_key_counts(check, tiny):
         ("config-missing-key", "routed_scaling_factor"),
     }
     assert found["config-differs", "swiglu_limit"].expected == "10.0, as in the source"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "algorithm"),
+    [(None, None), (FP8_CACHE, "FP8"), (NVFP4_CACHE, "NVFP4"), (NVFP4_CACHE, "NVFP4_AFFINE")],
+)
+def test_caches_that_agree_are_right(check, scheme: Any, algorithm: str | None):
+    def change(content: Any) -> None:
+        older_with(kv_cache_quant_algo=algorithm)(content)
+        content.quantization["kv_cache_quant_algo"] = algorithm
+        content.quantization["kv_cache_scheme"] = scheme
+
+    assert check(change).findings == ()
+
+
+def test_an_older_file_of_few_words_is_right(check):
+    """Group size and cache are optional there; so is the cache in config.json."""
+
+    def change(content: Any) -> None:
+        older_with()(content)
+        inner = json.loads(content.files["hf_quant_config.json"])["quantization"]
+        del inner["group_size"], inner["kv_cache_quant_algo"]
+        content.files["hf_quant_config.json"] = json.dumps({"quantization": inner})
+
+    assert check(change).findings == ()
 
 
 def test_groups_of_16_are_right(check):

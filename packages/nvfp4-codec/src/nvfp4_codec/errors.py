@@ -56,3 +56,11 @@ class CheckpointError(CodecError):
         super().__init__(f"{', '.join(where)}: {message}" if where else message)
         self.file = file
         self.tensor = tensor
+
+
+class TruncatedFileError(CheckpointError):
+    """A checkpoint file that ends before the data that its header describes."""
+
+
+class OutsideFolderError(CheckpointError):
+    """A name or a link in a checkpoint folder that leads out of it."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nvfp4_codec.checkpoint import Checkpoint
-from nvfp4_codec.errors import CheckpointError
+from nvfp4_codec.errors import CheckpointError, OutsideFolderError, TruncatedFileError
 
 Shards = Mapping[str, Mapping[str, Tensor]]
 Write = Callable[[Path, Shards], Path]
@@ -90,8 +90,9 @@ def test_an_index_that_leaves_the_folder_is_refused(
     document = json.loads(index.read_text())
     document["weight_map"]["lm_head.weight"] = target
     index.write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as raised:
         Checkpoint.open(folder)
+    assert isinstance(raised.value, OutsideFolderError) == ("the folder" in message)
 
 
 def test_links_of_the_hugging_face_cache_are_followed(folder: Path, tmp_path: Path) -> None:
@@ -150,14 +151,14 @@ def test_missing_and_ambiguous_paths_say_what_to_do(folder: Path, tmp_path: Path
 @pytest.mark.parametrize("size", [0, 7, 8, 100])
 def test_truncated_files_are_refused(folder: Path, size: int) -> None:
     os.truncate(folder / FIRST, size)
-    with pytest.raises(CheckpointError, match="truncated"):
+    with pytest.raises(TruncatedFileError, match="truncated"):
         Checkpoint.open(folder)
     os.truncate(folder / FIRST, 0)
 
 
 def test_one_missing_byte_is_noticed(folder: Path) -> None:
     os.truncate(folder / FIRST, (folder / FIRST).stat().st_size - 1)
-    with pytest.raises(CheckpointError, match="the header describes .* truncated"):
+    with pytest.raises(TruncatedFileError, match="the header describes .* truncated"):
         Checkpoint.open(folder)
 
 

@@ -11,7 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nvfp4_codec import dequantize_nvfp4, quantize_mxfp4, quantize_nvfp4
+from nvfp4_codec import (
+    dequantize_nvfp4,
+    mxfp4_to_nvfp4,
+    quantize_fp8_block,
+    quantize_mxfp4,
+    quantize_nvfp4,
+)
 from nvfp4_codec.checkpoint import (
     Checkpoint,
     Finding,
@@ -21,6 +27,7 @@ from nvfp4_codec.checkpoint import (
     verify_checkpoint,
 )
 from nvfp4_codec.checkpoint.heuristics import unswizzled
+from nvfp4_codec.checkpoint.verify import verify_family
 from nvfp4_codec.swizzle import swizzle_blockscale
 
 Tensors = dict[str, Tensor]
@@ -228,6 +235,40 @@ def test_a_broken_checkpoint_is_found_by_name(
     assert all((finding.found, finding.expected, finding.fix))
 
 
+def test_an_mxfp4_scale_times_any_global_scale_is_silent(tmp_path: Path) -> None:
+    """An exact cast in units of 0.3: pairs of equal bytes, powers of two apart, no exponents."""
+    packed = quantize_mxfp4(random_matrix("heavy-tailed", 128, 256, 0))
+    made = mxfp4_to_nvfp4(packed.weight, packed.weight_scale)
+    scale = (made.weight_scale.float() / 0.3).clamp(max=300).to(E4M3)
+    tensors = {
+        "a.weight": made.weight,
+        "a.weight_scale": scale,
+        "a.weight_scale_2": made.weight_scale_2 * 0.3,
+    }
+    assert check(tensors, tmp_path) == []
+
+
+@pytest.mark.parametrize(("count", "found"), [(2, []), (3, ["zero-scale"]), (2048, ["zero-scale"])])
+def test_zero_scales_over_codes_that_are_not(
+    nvfp4_tensors: Mapping[str, Tensor], tmp_path: Path, count: int, found: list[str]
+) -> None:
+    """Two of 2048 blocks may have come of rounding, three may not."""
+    tensors = dict(nvfp4_tensors)
+    assert tensors[f"{DOWN}.weight_scale"].numel() == 2048
+    raw(tensors, f"{DOWN}.weight_scale").view(-1)[:count] = 0
+    tensors[f"{DOWN}.weight"] = tensors[f"{DOWN}.weight"] | 0x01
+    assert [finding.code for finding in check(tensors, tmp_path)] == found
+
+
+def test_zero_scales_over_zero_codes_are_silent(
+    nvfp4_tensors: Mapping[str, Tensor], tmp_path: Path
+) -> None:
+    tensors = dict(nvfp4_tensors)
+    raw(tensors, f"{DOWN}.weight_scale").view(-1)[:512] = 0
+    raw(tensors, f"{DOWN}.weight").view(-1)[: 512 * 8] = 0x80  # -0 and +0
+    assert check(tensors, tmp_path) == []
+
+
 def test_a_good_checkpoint_is_silent(nvfp4_tensors: Mapping[str, Tensor], tmp_path: Path) -> None:
     assert check(nvfp4_tensors, tmp_path) == []
 
@@ -314,6 +355,10 @@ def test_mxfp4_and_fp8_faults(tmp_path: Path) -> None:
         "fp8b.weight_scale": torch.tensor([[-1.0]]),
         "fp8c.weight": fp8,
         "fp8c.weight_scale": torch.ones(64, 1),
+        "fp8e.weight": fp8,
+        "fp8e.weight_scale_inv": torch.tensor([[104]], dtype=torch.uint8).view(E4M3).float(),
+        "fp8f.weight": fp8,
+        "fp8f.weight_scale_inv": torch.tensor([[23.1]]),
         "fp8d.weight": fp8,
         "fp8d.weight_scale_inv": torch.ones(3, 1, 2),
     }
@@ -325,6 +370,8 @@ def test_mxfp4_and_fp8_faults(tmp_path: Path) -> None:
         ("fp8b", "bad-scale"),
         ("fp8c", "scales-all-ones"),
         ("fp8d", "shape-mismatch"),
+        ("fp8e", "e8m0-read-as-e4m3"),
+        ("fp8f", "bad-scale"),
     }
 
 
@@ -438,7 +485,7 @@ def test_the_reference_says_which_of_a_fused_pair_is_swapped(
 
 
 def test_the_contrast_of_columns_is_that_of_the_values(
-    nvfp4_tensors: Mapping[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nvfp4_tensors: Mapping[str, Tensor], tmp_path: Path
 ) -> None:
     save_file({n: t.clone() for n, t in nvfp4_tensors.items()}, tmp_path / "m.safetensors")
     with Checkpoint.open(tmp_path / "m.safetensors") as source:
@@ -450,8 +497,7 @@ def test_the_contrast_of_columns_is_that_of_the_values(
         energy = values.double().square().sum(0).log()
         expected = (energy[0::2] - energy[1::2]).numpy()
         assert np.allclose(contrast.contrast(source, families[0]), expected, rtol=1e-4, atol=1e-5)
-        monkeypatch.setattr(contrast, "_SAMPLE", 64 * 128)  # of 256 rows
-        sampled = contrast.contrast(source, families[0])
+        sampled = contrast.contrast(source, families[0], 64 * 128)  # of 256 rows
     assert not np.allclose(sampled, expected, rtol=1e-4)
     assert np.corrcoef(sampled, expected)[0, 1] > 0.9
 
@@ -460,3 +506,38 @@ def test_the_unswizzle_here_is_the_librarys() -> None:
     scale = torch.arange(256 * 8, dtype=torch.int64).remainder(251).to(torch.uint8).view(256, 8)
     stored = swizzle_blockscale(scale.view(E4M3)).data.view(torch.uint8).reshape(256, 8)
     assert np.array_equal(unswizzled(stored.numpy()), scale.numpy())
+
+
+def test_a_limit_bounds_what_is_read_of_plain_and_fp8_values(tmp_path: Path) -> None:
+    """Runs from the first value to the last; what lies between them is not seen."""
+    values = torch.zeros(1 << 20, dtype=torch.float32)
+    fp8 = torch.zeros(1024, 1024).to(E4M3)
+    for position, seen in ((0, True), ((1 << 20) - 1, True), (100_000, False)):
+        plain, coded = values.clone(), fp8.clone()
+        plain[position] = float("nan")
+        coded.view(torch.uint8).view(-1)[position] = 0x7F
+        tensors = {"norm.weight": plain, "a.weight": coded, "a.scale": torch.ones(8, 8)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        with Checkpoint.open(tmp_path / "model.safetensors") as source:
+            for family in find_families(source.tensors):
+                codes = {f.code for f in verify_family(source, family, 1 << 16)}
+                assert ("nonfinite-weight" in codes) is seen
+                assert "nonfinite-weight" in {f.code for f in verify_family(source, family)}
+
+
+def test_the_contrast_of_fp8_columns(tmp_path: Path) -> None:
+    """Scales are those of a whole block of columns, so the codes tell."""
+    generator = torch.Generator().manual_seed(3)
+    loud = torch.randn(1, 256, generator=generator).exp()
+    values = torch.randn(256, 256, generator=generator) * loud
+    packed = quantize_fp8_block(values)
+    save_file(
+        {"a.weight": packed.weight, "a.scale": packed.weight_scale, "b.weight": values},
+        tmp_path / "model.safetensors",
+    )
+    with Checkpoint.open(tmp_path / "model.safetensors") as source:
+        a, b = find_families(source.tensors)
+        assert (a.kind, b.kind) == ("fp8-block", "plain")
+        assert contrast.can_contrast(a)
+        profiles = contrast.contrast(source, a), contrast.contrast(source, b)
+    assert np.corrcoef(*profiles)[0, 1] > 0.99

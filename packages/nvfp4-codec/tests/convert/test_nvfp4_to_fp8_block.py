@@ -19,10 +19,11 @@ from nvfp4_codec import (
     dequantize_fp8_block,
     dequantize_nvfp4,
     nvfp4_to_fp8_block,
+    quantize_fp8_block,
     quantize_nvfp4,
     swizzle_blockscale,
 )
-from nvfp4_codec.convert import fp8_block
+from nvfp4_codec.convert import fp8_block, quantize_fp8_block_with_report
 
 
 def _weights(rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,3 +126,34 @@ def test_other_types_and_choices_are_refused_also_without_rows() -> None:
     assert (fp8.weight.shape, report.num_values) == ((0, 64), 0)
     with pytest.raises(CodecError, match="scale_fmt is 'e8m0'"):
         nvfp4_to_fp8_block(weight[:0], scale[:0], scale_2, scale_fmt="e8m0")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("magnitude", [1.0, 1e-30])
+@pytest.mark.parametrize("scale_fmt", ["fp32", "ue8m0"])
+def test_float_weights_are_quantized_alike_and_their_error_told(
+    dtype: torch.dtype, magnitude: float, scale_fmt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where squares leave float32, and with zeros among the values."""
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.randn(300, 144, generator=generator) * magnitude).to(dtype)
+    x[x.abs() < 0.1 * magnitude] = 0
+    monkeypatch.setattr(fp8_block, "_CHUNK_ELEMENTS", 1 << 14)
+    found, report = quantize_fp8_block_with_report(x, scale_fmt=scale_fmt)
+    expected = quantize_fp8_block(x.float(), scale_fmt=scale_fmt)
+    assert torch.equal(found.weight.view(torch.uint8), expected.weight.view(torch.uint8))
+    assert torch.equal(found.weight_scale, expected.weight_scale)
+    values = dequantize_fp8_block(*found, dtype=torch.float32)
+    error = (values.double() - x.double()).abs()
+    assert report.num_values == x.numel()
+    assert report.inexact_values == int((error > 0).sum())
+    assert report.max_abs_error == pytest.approx(float(error.max()), rel=1e-6)
+    relative = float((error[x != 0] / x[x != 0].abs()).max())
+    assert report.max_relative_error == pytest.approx(relative, rel=1e-6)
+    sqnr = 10 * math.log10(float(x.double().square().sum() / error.square().sum()))
+    assert report.sqnr_db == pytest.approx(sqnr, abs=1e-3)
+
+
+def test_float_weights_must_be_a_matrix() -> None:
+    with pytest.raises(ShapeError, match="expected a matrix"):
+        quantize_fp8_block_with_report(torch.zeros(2, 3, 4))

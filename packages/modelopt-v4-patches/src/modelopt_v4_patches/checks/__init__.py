@@ -1,7 +1,4 @@
-"""What `validate` looks at, one question per file.
+"""What `validate` looks at besides the codec's checks of any DeepSeek-V4 checkpoint.
 
-``stored`` opens a checkpoint and sorts its tensors into the schema; ``structure`` holds it against
-config.json, ``names`` against the schema; ``promised`` reads what quantization_config says of
-every matrix; ``files`` looks beside the weights; ``values`` reads the weights, and the source's;
-``calibration`` checks a snapshot.
+``manifest`` holds the files against what an export wrote down; ``calibration`` checks a snapshot.
 """

@@ -73,8 +73,9 @@ def check_snapshot(path: Path, config: dict[str, Any] | None) -> Calibration:
                 "Let it finish: `dsv4-quantize calibrate` continues from its checkpoints.",
             )
         )
-    unseen = len(snapshot.unseen_experts)
-    notes = [f"{unseen} expert(s) were never routed to"] if unseen else []
+    notes = []
+    if unseen := len(snapshot.unseen_experts):
+        notes.append(f"{unseen} expert{' was' if unseen == 1 else 's were'} never routed to")
     if config is None:
         notes.append("names and coverage need --against with the checkpoint that was calibrated")
         return Calibration(findings, (), tuple(notes))

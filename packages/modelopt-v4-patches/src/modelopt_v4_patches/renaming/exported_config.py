@@ -18,8 +18,7 @@ from typing import Any, Final
 from nvfp4_codec.checkpoint.rewrite import read_config
 from nvfp4_codec.errors import CheckpointError
 from nvfp4_codec.schemas.deepseek_v4 import SCHEMES, spell_out, translate_entry
-
-from .recognize import Recognized
+from nvfp4_codec.schemas.deepseek_v4.recognize import Recognized
 
 #: What the reference must say, because the export no longer does.
 _OFFICIAL_KEYS: Final = ("compress_ratios", "num_hash_layers", "topk_method", "rope_scaling")
@@ -200,10 +199,10 @@ def _translated(entry: str, model: Recognized) -> tuple[str, ...]:
 def _hf_quant_config(quantization: Mapping[str, Any]) -> dict[str, Any]:
     """The same in modelopt's own form, which older readers look at first."""
     scheme = quantization.get("kv_cache_scheme")
-    is_fp8 = isinstance(scheme, dict) and scheme.get("num_bits") == 8
+    bits = scheme.get("num_bits", 0) if isinstance(scheme, dict) else 0
     inner: dict[str, Any] = {
         "quant_algo": quantization["quant_algo"],
-        "kv_cache_quant_algo": "FP8" if is_fp8 else scheme,
+        "kv_cache_quant_algo": {8: "FP8", 4: "NVFP4"}.get(bits, scheme),
         "group_size": 16,
         "exclude_modules": quantization["ignore"],
     }

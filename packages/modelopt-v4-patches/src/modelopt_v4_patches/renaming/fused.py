@@ -18,8 +18,7 @@ from nvfp4_codec.checkpoint.families import pattern
 from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.errors import CheckpointError, CodecError
 from nvfp4_codec.schemas.deepseek_v4 import fused_with
-
-from .recognize import Recognized
+from nvfp4_codec.schemas.deepseek_v4.recognize import Recognized
 
 
 @dataclass(frozen=True)

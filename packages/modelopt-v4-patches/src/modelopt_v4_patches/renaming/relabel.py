@@ -20,10 +20,10 @@ from nvfp4_codec.checkpoint.header import relabel, shown
 from nvfp4_codec.checkpoint.job import Job, Outcome, Shard, Step, run
 from nvfp4_codec.checkpoint.writer import Fault, share_blocks
 from nvfp4_codec.errors import CheckpointError
+from nvfp4_codec.schemas.deepseek_v4.recognize import Recognized
 
 from ..progress import progress
 from .fused import FusedGroup, Unified, with_one_scale
-from .recognize import Recognized
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, OutsideFolderError
 from .header import shown
 
 
@@ -24,7 +24,7 @@ def inside(root: Path, name: str, source: str) -> Path:
     """
     pure = PurePosixPath(name)
     if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts:
-        raise CheckpointError(
+        raise OutsideFolderError(
             f"names the file {shown(name)!r}, which may leave the folder; expected a plain "
             "relative path. Do not use this checkpoint unless you know why.",
             file=shown(source),
@@ -34,7 +34,7 @@ def inside(root: Path, name: str, source: str) -> Path:
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(root))
     cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
     if not real.is_relative_to(home) and not (cache is not None and real.parent == cache):
-        raise CheckpointError(
+        raise OutsideFolderError(
             f"the file {shown(name)!r} is a link that leaves the folder, to {shown(str(real))}. "
             "Replace it by the file itself.",
             file=shown(source),

@@ -18,11 +18,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, NoReturn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, TruncatedFileError
 
 MAX_HEADER_BYTES: Final = 100_000_000
 MAX_RANK: Final = 64
@@ -106,6 +106,12 @@ def shown(name: str) -> str:
     return name if len(name) <= 200 else f"{name[:200]}... ({len(name)} characters)"
 
 
+def some_names(names: Sequence[str], most: int = 3) -> str:
+    """The first names for a message, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(shown(name) for name in names[:most]) + more
+
+
 def read_header(fd: int, file: str) -> Header:
     """Reads and checks the header of an open file.
 
@@ -114,7 +120,7 @@ def read_header(fd: int, file: str) -> Header:
     size = os.fstat(fd).st_size
     prefix = os.pread(fd, 8, 0)
     if len(prefix) < 8:
-        raise CheckpointError(
+        raise TruncatedFileError(
             f"{size} bytes long; a safetensors file has at least 8. {_NOT_WHOLE}", file=file
         )
     length = int.from_bytes(prefix, "little")
@@ -125,7 +131,7 @@ def read_header(fd: int, file: str) -> Header:
             file=file,
         )
     if length > size - 8:
-        raise CheckpointError(
+        raise TruncatedFileError(
             f"header length {length}, but only {size - 8} bytes follow it. {_NOT_WHOLE}", file=file
         )
     raw = os.pread(fd, length, 8)
@@ -156,12 +162,12 @@ def parse_header(raw: bytes, data_bytes: int, file: str) -> Header:
             )
         position, previous = entry.end, entry.name
     if position != data_bytes:
-        problem = _NOT_WHOLE if position > data_bytes else _DAMAGED
-        raise CheckpointError(
+        short = position > data_bytes
+        raise (TruncatedFileError if short else CheckpointError)(
             f"the header describes {position} bytes of data, the file holds {data_bytes}. "
-            f"{problem}",
+            f"{_NOT_WHOLE if short else _DAMAGED}",
             file=file,
-            tensor=shown(previous) if position > data_bytes and entries else None,
+            tensor=shown(previous) if short and entries else None,
         )
     return Header(tuple(entries), metadata, 8 + len(raw))
 
@@ -247,6 +253,11 @@ _USUAL_ENTRY = re.compile(
     rb'\{"dtype":"([A-Z0-9_]{1,16})","shape":\[((?:%b(?:,%b){0,63})?)\],'
     rb'"data_offsets":\[(%b),(%b)\]\}' % (_N, _N, _N, _N)
 )
+# A whole entry that another one follows, in the same spelling.
+_USUAL_ITEM = re.compile(
+    rb'"([^"\\\x00-\x1f]++)":\{"dtype":"([A-Z0-9_]{1,16})","shape":\[((?:%b(?:,%b){0,63})?)\],'
+    rb'"data_offsets":\[(%b),(%b)\]\}(?=,")' % (_N, _N, _N, _N)
+)
 
 
 class _Scanner:
@@ -265,6 +276,7 @@ class _Scanner:
         self.expect(b"{")
         if not self.accept(b"}"):
             while True:
+                self.usual_entries(entries, seen)
                 self.name = None
                 name = self.string("a tensor name")
                 self.name = name
@@ -283,6 +295,24 @@ class _Scanner:
         if self.at != len(self.raw):
             self.refuse("bytes after the closing brace")
         return entries, metadata or {}
+
+    def usual_entries(self, entries: list[Entry], seen: set[str]) -> None:
+        """Entries in the spelling of every writer, up to one that is not, or the last."""
+        while usual := _USUAL_ITEM.match(self.raw, self.at):
+            literal, dtype, dims, begin, end = usual.groups()
+            try:
+                name = literal.decode()
+            except UnicodeDecodeError:
+                return
+            if name in seen or name == "__metadata__":
+                return
+            seen.add(name)
+            self.name = name
+            self.at = usual.end()
+            shape = tuple(map(int, dims.split(b","))) if dims else ()
+            offsets = int(begin), int(end)
+            entries.append(self.checked(name, dtype.decode("ascii"), shape, offsets))
+            self.at += 1
 
     def entry(self, name: str) -> Entry:
         self.space()

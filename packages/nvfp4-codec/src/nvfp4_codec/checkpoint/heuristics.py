@@ -22,6 +22,7 @@ _ENOUGH_BLOCKS: Final = 32
 #: Block maxima of one weight fill a few octaves: so many exponents, but 8 E4M3 bytes each.
 _FEW_BYTES, _ENOUGH_FOR_FEW = 8, 256
 _MATRICES: Final = 4  # of a stack of experts, to look at
+_ROWS: Final = 1024  # of a matrix, as many whole tiles of 128
 
 Bytes = NDArray[np.uint8]
 Counts = NDArray[np.integer[Any]]
@@ -60,11 +61,11 @@ def looks_like_e8m0(raw: Bytes, counts: Counts, *, own_range: bool) -> tuple[str
 
     Exponents of neighbouring blocks of 16 come in equal pairs (one E8M0 scale covers 32
     values) and fill few consecutive bytes. E4M3 scales of an exact cast from MXFP4 come in
-    pairs too, but are powers of two: mantissa bits zero. A genuine tensor with its own
+    pairs too, but are powers of two apart: one mantissa. A genuine tensor with its own
     global scale (``own_range``) reaches 448 (0x7E).
     """
     used = np.flatnonzero(counts)
-    powers = all(byte % 8 == 0 or byte in (1, 2, 4) for byte in used.tolist())
+    powers = len({byte % 8 for byte in used.tolist() if byte >= 8}) == 1
     if raw.size < _ENOUGH_BLOCKS or powers or used[-1] >= 0x7E or used[0] < 0x40 or len(used) < 2:
         return None
     where = f"values {used[0]}..{used[-1]}"
@@ -102,6 +103,7 @@ def swizzle_evidence(scales: Bytes) -> float | None:
     None if there is no evidence: sizes that padding would change, or weights whose rows
     and columns are all alike (random numbers), where the layout leaves no trace.
     """
+    scales = scales[:, : _ROWS if scales.shape[1] % 128 == 0 else None]
     _, rows, columns = scales.shape
     if rows % 128 or columns % 4 or rows * columns < 2048:
         return None

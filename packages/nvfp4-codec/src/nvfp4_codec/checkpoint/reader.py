@@ -89,14 +89,11 @@ class Checkpoint:
             )
         if not root.is_dir():
             return cls(root.parent, {root.name: root}, is_folder=False)
-        indexes = sorted(root.glob("*.safetensors.index.json"))
-        chosen = root / INDEX_NAME if root / INDEX_NAME in indexes else None
-        if chosen is None and len(indexes) == 1:
-            chosen = indexes[0]
+        chosen = index_name(root)
         if chosen is not None:
-            index = read_index(inside(root, chosen.name, str(root)))
+            index = read_index(inside(root, chosen, str(root)))
             files = sorted(set(index.values()))
-            return cls(root, {file: inside(root, file, chosen.name) for file in files}, index)
+            return cls(root, {file: inside(root, file, chosen) for file in files}, index)
         found = sorted(root.glob("*.safetensors"))
         if root / SINGLE_NAME in found:
             found = [root / SINGLE_NAME]
@@ -254,6 +251,14 @@ def as_torch(data: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Te
         packed = (*shape[:-1], *last)
         return data.reshape(packed if byte_size("U8", packed) == data.numel() else (-1,))
     return data.view(names[dtype]).reshape(shape)
+
+
+def index_name(root: Path) -> str | None:
+    """The folder's index: the one of the usual name, else the only one, else None."""
+    names = sorted(path.name for path in root.glob("*.safetensors.index.json"))
+    if INDEX_NAME in names:
+        return INDEX_NAME
+    return names[0] if len(names) == 1 else None
 
 
 def read_index(path: Path) -> dict[str, str]:

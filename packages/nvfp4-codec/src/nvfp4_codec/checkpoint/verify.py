@@ -25,7 +25,9 @@ from .writer import Advance, no_advance
 Confidence = Literal["certain", "high", "medium", "low"]
 
 _CHUNK: Final = 1 << 26
+_RUNS: Final = 16  # of a weight that is not read as a whole
 _ONE_E4M3, _ONE_E8M0 = 0x38, 127
+_ZEROS: Final = 1000  # one zero scale in so many blocks is no fault
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,16 @@ def verify_checkpoint(
     return findings
 
 
-def verify_family(source: Checkpoint, family: Family) -> list[Finding]:
-    """What is wrong with one weight by itself; reads each of its tensors once."""
+def verify_family(source: Checkpoint, family: Family, limit: int | None = None) -> list[Finding]:
+    """What is wrong with one weight by itself; reads each of its tensors once.
+
+    ``limit``: bytes of FP8 and plain values to look at, spread evenly; None is all of them.
+    """
     structural = [_finding(family, p.code, p.found, p.expected, p.fix) for p in problems(family)]
     if family.kind == "plain":
-        return structural + _plain(source, family)
+        return structural + _plain(source, family, limit)
     if family.kind == "fp8-block":
-        return structural or _fp8(source, family)
+        return structural or _fp8(source, family, limit)
     findings = structural
     # a scale of another dtype or shape tells nothing more by its bytes
     codes = {problem.code for problem in structural}
@@ -115,7 +120,7 @@ def _finding(
     )
 
 
-def _plain(source: Checkpoint, family: Family) -> list[Finding]:
+def _plain(source: Checkpoint, family: Family, limit: int | None) -> list[Finding]:
     """NaN and Inf in float tensors."""
     masks: dict[str, tuple[type[np.unsignedinteger], int]] = {
         "BF16": (np.uint16, 0x7F80),
@@ -126,43 +131,52 @@ def _plain(source: Checkpoint, family: Family) -> list[Finding]:
     if family.weight.dtype not in masks:
         return []
     dtype, mask = masks[family.weight.dtype]
-    bad = 0
-    for chunk in _chunks(source, family.weight.name, family.weight.nbytes):
+    bad = seen = 0
+    for chunk in _chunks(source, family.weight.name, family.weight.nbytes, limit):
         exponent = chunk.view(dtype) & dtype(mask)
         bad += int((exponent == dtype(mask)).sum())
+        seen += exponent.size
     if not bad:
         return []
     return [
         _finding(
             family,
             "nonfinite-weight",
-            f"{bad} of {family.numel} values are NaN or Inf",
+            f"{bad} of {seen} values are NaN or Inf",
             "finite values",
             "Fetch the file again; if it is so at the source, the model is damaged.",
         )
     ]
 
 
-def _chunks(source: Checkpoint, name: str, nbytes: int) -> Iterable[Bytes]:
-    for start in range(0, nbytes, _CHUNK):
-        chunk: Bytes = np.empty(min(_CHUNK, nbytes - start), dtype=np.uint8)
+def _chunks(
+    source: Checkpoint, name: str, nbytes: int, limit: int | None = None
+) -> Iterable[Bytes]:
+    """All bytes of a tensor, or ``limit`` of them in runs from its start to its end."""
+    if limit is None or nbytes <= limit:
+        places = [(start, min(_CHUNK, nbytes - start)) for start in range(0, nbytes, _CHUNK)]
+    else:
+        size = max(limit // _RUNS // 8 * 8, 8)  # a multiple of every dtype's size
+        places = [(i * (nbytes - size) // (_RUNS - 1) // 8 * 8, size) for i in range(_RUNS)]
+    for start, size in places:
+        chunk: Bytes = np.empty(size, dtype=np.uint8)
         source.read_into(name, chunk, start)
         yield chunk
 
 
-def _fp8(source: Checkpoint, family: Family) -> list[Finding]:
+def _fp8(source: Checkpoint, family: Family, limit: int | None) -> list[Finding]:
     assert family.scale is not None
     findings: list[Finding] = []
-    nans = sum(
-        int(((chunk & 0x7F) == 0x7F).sum())
-        for chunk in _chunks(source, family.weight.name, family.weight.nbytes)
-    )
+    nans = seen = 0
+    for chunk in _chunks(source, family.weight.name, family.weight.nbytes, limit):
+        nans += int(((chunk & 0x7F) == 0x7F).sum())
+        seen += chunk.size
     if nans:
         findings.append(
             _finding(
                 family,
                 "nonfinite-weight",
-                f"{nans} of {family.numel} E4M3 bytes are NaN",
+                f"{nans} of {seen} E4M3 bytes are NaN",
                 "finite values",
                 "A cast overflowed: quantize the weight again, saturating.",
             )
@@ -184,7 +198,29 @@ def _fp8(source: Checkpoint, family: Family) -> list[Finding]:
         )
     elif scales.size > 1 and (scales == 1).all():
         findings.append(_all_ones(family, scales.size, "medium"))
+    else:
+        findings += _implausible(family, scales)
     return findings
+
+
+def _implausible(family: Family, scales: heuristics.Floats) -> list[Finding]:
+    """Float scales that make weights larger than any; E8M0 bytes read as E4M3 give such."""
+    largest = 448 * float(scales.max(initial=0))
+    if largest <= heuristics.LARGEST_WEIGHT:
+        return []
+    misread = bool(np.isin(scales, heuristics.e4m3_table()).all())
+    return [
+        _finding(
+            family,
+            "e8m0-read-as-e4m3" if misread else "bad-scale",
+            f"block scales up to {scales.max():g}, which make weights of up to {largest:.3g}",
+            "scales near amax / 448",
+            "The values are those of E8M0 bytes read as E4M3: a byte b means 2^(b - 127)."
+            if misread
+            else "The scales are damaged or of another convention: quantize the weight again.",
+            "high",
+        )
+    ]
 
 
 def _all_ones(family: Family, count: int, confidence: Confidence) -> Finding:
@@ -231,6 +267,7 @@ def _block_scales(source: Checkpoint, family: Family, raw: Bytes) -> list[Findin
         )
     if raw.size > 1 and counts[_ONE_E4M3] == raw.size and _has_nonzero_code(source, family):
         findings.append(_all_ones(family, raw.size, "high" if raw.size >= 16 else "medium"))
+    findings += _zeros(source, family, raw, int(counts[0]))
     if not findings:
         alone = fused_group(family.module) is None
         look = heuristics.looks_like_e8m0(raw, counts, own_range=alone)
@@ -249,6 +286,28 @@ def _block_scales(source: Checkpoint, family: Family, raw: Bytes) -> list[Findin
         else:
             findings += _swizzled(family, raw)
     return findings
+
+
+def _zeros(source: Checkpoint, family: Family, raw: Bytes, count: int) -> list[Finding]:
+    """Scales of zero over codes that are not; a few come of rounding and lose next to nothing."""
+    if count * _ZEROS <= raw.size or family.shape[-1] % 16:
+        return []
+    lost = done = 0
+    for chunk in _chunks(source, family.weight.name, family.weight.nbytes):
+        codes = (chunk.reshape(-1, 8) & 0x77).any(axis=1)
+        lost += int((codes & (raw[done : done + codes.size] == 0)).sum())
+        done += codes.size
+    if lost * _ZEROS <= raw.size:
+        return []
+    return [
+        _finding(
+            family,
+            "zero-scale",
+            f"{lost} of {raw.size} block scales are 0 over codes that are not",
+            "scales that follow the weight's magnitude",
+            "The real scales were lost: take them from the quantizer's output.",
+        )
+    ]
 
 
 def _swizzled(family: Family, raw: Bytes) -> list[Finding]:

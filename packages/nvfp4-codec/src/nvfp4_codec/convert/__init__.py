@@ -6,9 +6,13 @@ from .compressed_tensors import (
     multiplier_to_divisor,
     to_compressed_tensors,
 )
-from .fp8_block import RequantizationReport, nvfp4_to_fp8_block
+from .fp8_block import (
+    RequantizationReport,
+    nvfp4_to_fp8_block,
+    quantize_fp8_block_with_report,
+)
 from .mxfp4 import NVFP4Cast, joint_weight_scale_2, mxfp4_to_nvfp4
-from .unify import UnifiedPart, unify_weight_scale_2
+from .unify import UnifiedPart, rescale_weight_scale, unify_weight_scale_2
 
 __all__ = [
     "NVFP4Cast",
@@ -20,6 +24,8 @@ __all__ = [
     "multiplier_to_divisor",
     "mxfp4_to_nvfp4",
     "nvfp4_to_fp8_block",
+    "quantize_fp8_block_with_report",
+    "rescale_weight_scale",
     "to_compressed_tensors",
     "unify_weight_scale_2",
 ]

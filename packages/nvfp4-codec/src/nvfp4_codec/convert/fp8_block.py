@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,10 +73,51 @@ def nvfp4_to_fp8_block(
     refuse_nan_scales(scale_bytes)
     exact_multiplier(weight_scale_2)  # for its checks
     rows, k = weight.shape[0], 2 * weight.shape[1]
+
+    def values(chunk: slice) -> Tensor:
+        return dequantize_nvfp4(
+            weight[chunk], weight_scale[chunk], weight_scale_2, dtype=torch.float32, backend=backend
+        )
+
+    return _requantize(values, (rows, k), weight, block, scale_fmt, backend)
+
+
+def quantize_fp8_block_with_report(
+    x: Tensor,
+    *,
+    block: tuple[int, int] = (128, 128),
+    scale_fmt: ScaleFormat = "fp32",
+    backend: BackendName | None = None,
+) -> tuple[FP8BlockTensor, RequantizationReport]:
+    """`quantize_fp8_block` of a matrix, and how far the FP8 values are from the given ones.
+
+    x: float ``[N, K]``. Scales, memory and errors as for `nvfp4_to_fp8_block`.
+    """
+    check_choice("scale_fmt", scale_fmt, ScaleFormat)
+    check_block(block)
+    if x.ndim != 2:
+        raise ShapeError(f"x has shape {tuple(x.shape)}, expected a matrix [N, K]")
+
+    def values(chunk: slice) -> Tensor:
+        return x[chunk].float()
+
+    return _requantize(values, (x.shape[0], x.shape[1]), x, block, scale_fmt, backend)
+
+
+def _requantize(
+    values_of: Callable[[slice], Tensor],
+    shape: tuple[int, int],
+    like: Tensor,
+    block: tuple[int, int],
+    scale_fmt: ScaleFormat,
+    backend: BackendName | None,
+) -> tuple[FP8BlockTensor, RequantizationReport]:
+    """Quantizes rows as ``values_of`` gives them, a few block rows at a time."""
+    rows, k = shape
     result = FP8BlockTensor(
-        weight.new_empty((rows, k), dtype=torch.float8_e4m3fn),
-        weight.new_empty(
-            num_blocks(torch.Size((rows, k)), block),
+        like.new_empty((rows, k), dtype=torch.float8_e4m3fn),
+        like.new_empty(
+            num_blocks(torch.Size(shape), block),
             dtype=torch.float32 if scale_fmt == "fp32" else torch.float8_e8m0fnu,
         ),
         block,
@@ -84,9 +126,7 @@ def nvfp4_to_fp8_block(
     error = _ErrorSum()
     for first in range(0, result.weight_scale.shape[0], block_rows):
         chunk = slice(first * block[0], (first + block_rows) * block[0])
-        values = dequantize_nvfp4(
-            weight[chunk], weight_scale[chunk], weight_scale_2, dtype=torch.float32, backend=backend
-        )
+        values = values_of(chunk)
         part = quantize_fp8_block(
             values,
             block=block,
@@ -109,19 +149,33 @@ class _ErrorSum:
     def add(self, expected: Tensor, found: Tensor) -> None:
         if not expected.numel():
             return
-        error = (found - expected).abs_()
-        magnitude = expected.abs()
+        error = found - expected
         self.num_values += expected.numel()
-        self.inexact += int((error != 0).sum())
-        self.max_abs = max(self.max_abs, float(error.max()))
-        relative = torch.where(magnitude > 0, error / magnitude, 0.0)
-        self.max_relative = max(self.max_relative, float(relative.max()))
-        # In float64: the square of a small weight is no float32.
-        self.signal += float(magnitude.double().square_().sum())
-        self.noise += float(error.double().square_().sum())
+        # float32 sums squares well enough for decibels, unless they leave its range.
+        largest = _magnitude(expected)
+        kind = torch.float32 if 1e-12 < largest < 1e12 else torch.float64
+        self.signal += _energy(expected.to(kind))
+        inexact = int(torch.count_nonzero(error))
+        if not inexact:
+            return
+        self.inexact += inexact
+        self.noise += _energy(error.to(kind))
+        self.max_abs = max(self.max_abs, _magnitude(error))
+        relative = error.div_(expected).nan_to_num_(nan=0.0)  # zeros stay zeros
+        self.max_relative = max(self.max_relative, _magnitude(relative))
 
     def report(self) -> RequantizationReport:
         sqnr = 10 * math.log10(self.signal / self.noise) if self.inexact else math.inf
         return RequantizationReport(
             self.num_values, self.inexact, self.max_abs, self.max_relative, sqnr
         )
+
+
+def _magnitude(x: Tensor) -> float:
+    low, high = torch.aminmax(x)
+    return max(-float(low), float(high))
+
+
+def _energy(x: Tensor) -> float:
+    flat = x.flatten()
+    return float(torch.dot(flat, flat))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_choice
-from ..errors import DtypeError, LosslessError, ShapeError
+from ..errors import DtypeError, LosslessError, NonFiniteError, ScaleError, ShapeError
 from ..formats import E4M3
 from ..scales import BLOCK_SIZE
 from ..tensors import NVFP4Tensor
@@ -74,38 +74,81 @@ def unify_weight_scale_2(
     target = tensors[largest].weight_scale_2
     unified, reports = [], []
     for index, (tensor, factor) in enumerate(zip(tensors, factors, strict=True)):
-        scale, report = _rescale(tensor, factor / factors[largest], underflow, index)
+        nvfp4_bytes(tensor.weight, tensor.weight_scale)  # for its checks
+        try:
+            scale, report = rescale_weight_scale(
+                tensor.weight_scale,
+                factor / factors[largest],
+                weight=tensor.weight,
+                underflow=underflow,
+            )
+        except (NonFiniteError, LosslessError) as error:
+            raise type(error)(f"tensor {index}: {error}") from None
         unified.append(NVFP4Tensor(tensor.weight, scale, target, tensor.logical_k))
         reports.append(report)
     return unified, reports
 
 
-def _rescale(
-    tensor: NVFP4Tensor, ratio: Fraction, underflow: UnderflowPolicy, index: int
+def rescale_weight_scale(
+    weight_scale: Tensor,
+    ratio: Fraction,
+    *,
+    weight: Tensor | None = None,
+    underflow: UnderflowPolicy = "error",
 ) -> tuple[Tensor, UnifiedPart]:
-    weight, scale = nvfp4_bytes(tensor.weight, tensor.weight_scale)
-    refuse_nan_scales(scale, f"weight_scale of tensor {index}")
+    """Block scales for a global scale that is larger: multiplied by ratio, rounded to nearest even.
+
+    What `unify_weight_scale_2` does to each tensor, for loaders that see the scales without the
+    codes. weight_scale: float8_e4m3fn. ratio: old / new global scale, above 0 and at most 1.
+    weight: the codes; without them the report counts every block whose scale is not zero.
+    Raises NonFiniteError for NaN scale bytes, LosslessError as underflow says, ScaleError for
+    another ratio.
+    """
+    if not 0 < ratio <= 1:
+        raise ScaleError(
+            f"ratio is {float(ratio):.4g}, expected a number above 0 and at most 1: the common "
+            "global scale is the largest"
+        )
+    scale = weight_scale.contiguous().view(torch.uint8)
+    refuse_nan_scales(scale)
     if ratio == 1:
-        return tensor.weight_scale, UnifiedPart(scale.numel(), 0, 0.0)
-    used = (weight.view(-1, BLOCK_SIZE // 2) & 0x77 != 0).any(-1).view(scale.shape)
-    rescaled = _scale_map(ratio, floor=0 if underflow == "zero" else 1)
-    new_bytes, errors, vanishing = (table.to(scale.device)[scale.int()] for table in rescaled)
-    num_underflowed = int((vanishing & used).sum())
+        return weight_scale, UnifiedPart(scale.numel(), 0, 0.0)
+    new, errors, vanishing = _scale_map(ratio, floor=0 if underflow == "zero" else 1)
+    counts = _counts(scale, weight, errors)
+    num_underflowed = int(counts[vanishing].sum())
     if num_underflowed and underflow == "error":
         raise LosslessError(
-            f"tensor {index}: {num_underflowed} of {scale.numel()} blocks have a scale that "
+            f"{num_underflowed} of {scale.numel()} blocks have a scale that "
             f"rounds to zero in E4M3 when multiplied by {float(ratio):.4g} (its weight_scale_2 / "
             "the largest one); quantize the tensors again with a common weight_scale_2, or pass "
             "underflow='floor' (these values grow) or underflow='zero' (they vanish)"
         )
-    error = errors * used
+    inexact = (errors > 0) & (counts > 0)
     report = UnifiedPart(
         scale.numel(),
-        int((error > 0).sum()),
-        float(error.max() if error.numel() else 0),
+        int(counts[inexact].sum()),
+        float(errors[inexact].max()) if bool(inexact.any()) else 0.0,
         num_underflowed,
     )
-    return new_bytes.view(torch.float8_e4m3fn), report
+    rescaled = new.to(scale.device)[scale.int()]
+    return rescaled.view(torch.float8_e4m3fn).view(weight_scale.shape), report
+
+
+def _counts(scale: Tensor, weight: Tensor | None, errors: Tensor) -> Tensor:
+    """How many blocks with a non-zero code have each scale byte, on the CPU.
+
+    Blocks are looked at only if some of their bytes cannot be kept: most ratios are exact.
+    """
+    flat = scale.flatten()
+    counts = torch.bincount(flat, minlength=256).cpu()
+    if weight is None or not bool(((errors > 0) & (counts > 0)).any()):
+        return counts
+    codes = weight.contiguous().view(torch.uint8)
+    if codes.storage_offset() % 8 == 0:  # a block is one integer
+        used = codes.view(-1).view(torch.int64) & 0x7777777777777777 != 0
+    else:
+        used = (codes.view(-1, BLOCK_SIZE // 2) & 0x77 != 0).any(-1)
+    return torch.bincount(flat[used], minlength=256).cpu()
 
 
 def _scale_map(ratio: Fraction, floor: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 Read ``table`` first: it is the whole model in one page. ``config`` says which rows a given
 ``config.json`` asks for, ``names`` translates between schemes without a config, ``schema`` lists
 a whole checkpoint, ``report`` checks one, ``entries`` translates the globs of quantization configs.
+``recognize`` holds a checkpoint's headers against the schema; import it from there, it needs numpy.
 """
 
 from .config import Block, ModelConfig

@@ -223,6 +223,17 @@ class Schema:
         return template.row.format
 
     def _shape(self, template: Template, block: Block | None) -> tuple[int, ...]:
+        # 75,000 experts have three shapes
+        key = template, block.ratio if block else 0
+        if (known := self._shapes.get(key)) is None:
+            known = self._shapes[key] = self._computed_shape(template, block)
+        return known
+
+    @cached_property
+    def _shapes(self) -> dict[tuple[Template, int], tuple[int, ...]]:
+        return {}
+
+    def _computed_shape(self, template: Template, block: Block | None) -> tuple[int, ...]:
         dims = dict(self.config.dimensions)
         # One row of the mixing matrix for reading and one for writing, besides streams x streams.
         dims["mix"] = dims["streams"] * (dims["streams"] + 2)

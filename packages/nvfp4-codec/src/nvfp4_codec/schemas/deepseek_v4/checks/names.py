@@ -6,12 +6,11 @@ import re
 from collections.abc import Container, Iterator
 from typing import Final
 
-from nvfp4_codec.checkpoint.header import shown
-from nvfp4_codec.checkpoint.loose import loose_problems
-from nvfp4_codec.checkpoint.structure import problems
-from nvfp4_codec.checkpoint.verify import Finding
-from nvfp4_codec.schemas.deepseek_v4 import Report, Template, fused_with
-
+from ....checkpoint.header import shown
+from ....checkpoint.loose import loose_problems
+from ....checkpoint.structure import problems
+from ....checkpoint.verify import Finding
+from .. import Report, Template, fused_with
 from .stored import Model, Stored, fault
 
 _FLOATS: Final = ("BF16", "F32", "F16")
@@ -37,12 +36,16 @@ def check_packing(model: Model) -> dict[str, list[Finding]]:
     return told
 
 
-def check_names(model: Model, told: Container[str]) -> tuple[list[Finding], Report]:
+def match(model: Model) -> Report:
+    """All names held against the schema, each matrix as it is stored."""
+    return model.schema.match(model.checkpoint.tensors, model.scheme, model.layout)
+
+
+def check_names(model: Model, told: Container[str], report: Report) -> list[Finding]:
     """Unknown, missing and duplicate names, one finding for each kind of tensor.
 
     ``told``: modules whose absent parts are findings already.
     """
-    report = model.schema.match(model.checkpoint.tensors, model.scheme, model.layout)
     missing = [name for name in report.missing if _module(name, model) not in told]
     lists = {
         "missing-tensor": (missing, "absent", "this tensor, which config.json asks for"),
@@ -64,7 +67,7 @@ def check_names(model: Model, told: Container[str]) -> tuple[list[Finding], Repo
             findings.append(
                 Finding(code, shown(members[0]), shown(str(file)), text, expected, _ADVICE[code])
             )
-    return findings, report
+    return findings
 
 
 def _module(name: str, model: Model) -> str:
@@ -121,11 +124,17 @@ def _check_parts(
         if not _fits(info.dtype, dtype, stored, part):
             yield fault(
                 info,
-                "scale-dtype" if "scale" in part else "dtype-mismatch",
+                _dtype_code(info.dtype, dtype, part),
                 f"dtype {info.dtype}",
                 dtype,
                 "Loaders read the bytes as the expected dtype: export the tensor again.",
             )
+
+
+def _dtype_code(found: str, expected: str, part: str) -> str:
+    if (found, expected) == ("F8_E4M3", "F8_E8M0"):
+        return "e8m0-read-as-e4m3"
+    return "scale-dtype" if "scale" in part else "dtype-mismatch"
 
 
 def _fits(found: str, expected: str, stored: Stored, part: str) -> bool:

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping
 from fnmatch import translate
 from typing import Any, Final, NamedTuple
 
-from nvfp4_codec.errors import CheckpointError
-from nvfp4_codec.schemas.deepseek_v4 import Layout
-from nvfp4_codec.schemas.deepseek_v4.names import is_glob
-
+from ....errors import CheckpointError
+from .. import Layout
+from ..names import is_glob
 from .stored import Stored
 
 NVFP4: Final = ("NVFP4", "W4A16_NVFP4")
@@ -111,10 +110,14 @@ class Promises:
     def group_sizes(self) -> list[tuple[str, object]]:
         """(key, group_size) of all that is said of NVFP4, each size once for each list."""
         config, found = self._config, dict[tuple[str, str], tuple[str, object]]()
+        if "group_size" in config:
+            found["group_size", ""] = ("group_size", config["group_size"])
         for name, layer in self.layers.items():
             if layer.get("quant_algo") in NVFP4 and "group_size" in layer:
                 size = layer["group_size"]
-                found.setdefault(("layers", repr(size)), (f"quantized_layers.{name}", size))
+                found.setdefault(
+                    ("layers", repr(size)), (f"quantized_layers.{name}.group_size", size)
+                )
         groups = config.get("config_groups")
         for name, group in groups.items() if isinstance(groups, dict) else ():
             if not isinstance(group, dict) or group.get("quant_algo", "NVFP4") not in NVFP4:
@@ -122,7 +125,7 @@ class Promises:
             for part in ("weights", "input_activations"):
                 values = group.get(part)
                 if isinstance(values, dict) and values.get("num_bits") == 4:
-                    key = f"config_groups.{name}.{part}"
+                    key = f"config_groups.{name}.{part}.group_size"
                     if "group_size" in values:
                         found[key, ""] = (key, values["group_size"])
         return list(found.values())

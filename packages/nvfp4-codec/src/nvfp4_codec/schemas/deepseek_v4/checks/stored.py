@@ -8,15 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nvfp4_codec.checkpoint.families import Family, find_families
-from nvfp4_codec.checkpoint.header import shown
-from nvfp4_codec.checkpoint.reader import Checkpoint, TensorInfo
-from nvfp4_codec.checkpoint.rewrite import read_config
-from nvfp4_codec.checkpoint.verify import Confidence, Finding
-from nvfp4_codec.errors import CheckpointError
-from nvfp4_codec.schemas.deepseek_v4 import Entry, Layout, Schema, Scheme, Template, detect_scheme
-from nvfp4_codec.schemas.deepseek_v4.names import parse
-
+from ....checkpoint.families import Family, find_families
+from ....checkpoint.header import shown
+from ....checkpoint.reader import Checkpoint, TensorInfo
+from ....checkpoint.rewrite import read_config
+from ....checkpoint.verify import Confidence, Finding
+from ....errors import CheckpointError
+from .. import Entry, Layout, Schema, Scheme, Template, detect_scheme
+from ..names import parse
 from .structure import Structure, model_config
 
 Parts = dict[str, TensorInfo]
@@ -83,13 +82,18 @@ class Model:
         """Opens a checkpoint folder. Raises CheckpointError if there is no DeepSeek-V4 in it."""
         checkpoint = Checkpoint.open(path)
         try:
-            return cls._sorted(checkpoint)
+            return cls.of(checkpoint)
         except BaseException:
             checkpoint.close()
             raise
 
     @classmethod
-    def _sorted(cls, checkpoint: Checkpoint) -> Model:
+    def of(cls, checkpoint: Checkpoint, scheme: Scheme | None = None) -> Model:
+        """Sorts an open checkpoint, which the model closes in the end.
+
+        ``scheme``: None detects it; given, names of other schemes are unknown ones. Raises
+        CheckpointError as ``open`` does, and for names in no scheme or in two.
+        """
         root = shown(str(checkpoint.root))
         config = read_config(checkpoint.root) if checkpoint.is_folder else None
         if config is None:
@@ -108,7 +112,7 @@ class Model:
                 "is in compressed-tensors' names. `nvfp4 convert --to nvfp4` translates them.",
                 file=root,
             )
-        scheme = detect_scheme(checkpoint.tensors)
+        scheme = scheme or detect_scheme(checkpoint.tensors)
         raw: dict[tuple[Template, Indices], Parts] = {}
         for info in checkpoint:
             parsed = parse(info.name, scheme)

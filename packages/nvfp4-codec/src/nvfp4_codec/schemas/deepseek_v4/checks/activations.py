@@ -8,11 +8,10 @@ from typing import Final
 
 import numpy as np
 
-from nvfp4_codec.checkpoint.families import Family
-from nvfp4_codec.checkpoint.header import shown
-from nvfp4_codec.checkpoint.reader import Checkpoint, TensorInfo
-from nvfp4_codec.checkpoint.verify import Finding
-
+from ....checkpoint.families import Family
+from ....checkpoint.header import shown
+from ....checkpoint.reader import Checkpoint, TensorInfo
+from ....checkpoint.verify import Finding
 from .stored import fault
 
 #: An activation this large means an input_scale of another convention: its reciprocal, above all.

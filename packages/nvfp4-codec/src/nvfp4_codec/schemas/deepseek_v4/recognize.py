@@ -1,35 +1,50 @@
-"""Holds an exported checkpoint against the schema: each tensor's official name, or a refusal.
+"""Holds a checkpoint's tensors against the schema: each one's official name, or what is wrong.
 
-Nothing is skipped: a tensor that the model does not have, one that is lacking, and one of another
-shape or dtype than its weight asks for are all refused by name.
+``survey`` looks and tells; ``recognize`` takes exactly the given model, and refuses by name a
+tensor that the model does not have, one that is lacking, and one of another shape or dtype than
+its weight asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nvfp4_codec.checkpoint import Checkpoint, TensorInfo
-from nvfp4_codec.checkpoint.header import shown
-from nvfp4_codec.errors import CheckpointError
-from nvfp4_codec.schemas.deepseek_v4 import (
-    Entry,
-    Layout,
-    ModelConfig,
-    Schema,
-    Scheme,
-    detect_scheme,
-    parse,
-    to_official,
-)
-from nvfp4_codec.schemas.deepseek_v4 import Report as Match
-
-from ..errors import some_names
+from ...checkpoint.header import shown, some_names
+from ...checkpoint.reader import Checkpoint, TensorInfo
+from ...errors import CheckpointError
+from .config import ModelConfig
+from .names import Scheme, detect_scheme, parse, to_official
+from .report import Report
+from .schema import Entry, Layout, Schema
 
 _LAYOUTS: Mapping[str, Layout] = {"U8": "nvfp4", "F8_E4M3": "official", "I8": "official"}
 # What transformers casts to the model's dtype while saving; loaders cast it back.
 _FLOATS = {"BF16", "F16", "F32"}
 _NAMED = 10
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a checkpoint's headers say of a model.
+
+    schema: of the model, without MTP blocks if the checkpoint has none. tensors: by official
+    name, as far as their names are known; ``report`` says which are unknown, missing or double.
+    """
+
+    schema: Schema
+    scheme: Scheme
+    tensors: Mapping[str, TensorInfo]
+    report: Report
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the MTP blocks are there."""
+        return any(block.kind == "mtp" for block in self.schema.config.blocks)
+
+    def layout(self, entry: Entry) -> Layout:
+        """How a matrix is stored, by its dtype; "plain" also for one that is lacking."""
+        return _layout(self.tensors, entry)
 
 
 @dataclass(frozen=True)
@@ -53,43 +68,52 @@ class Recognized:
         return any(block.kind == "mtp" for block in self.schema.config.blocks)
 
 
+def survey(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> Survey:
+    """Looks at the tensors of a checkpoint of ``config``'s model, whatever their names' scheme.
+
+    The MTP blocks may be lacking altogether: transformers does not load them.
+    Raises CheckpointError if no name is one of DeepSeek-V4's, or if schemes are mixed.
+    """
+    scheme = detect_scheme(tensors)
+    official = {
+        to_official(name, scheme): info
+        for name, info in tensors.items()
+        if parse(name, scheme) is not None
+    }
+    if not any(name.startswith("mtp.") for name in official):
+        config = config.without_mtp()
+    schema = Schema(config)
+    report = schema.match(tensors, scheme, lambda entry: _layout(official, entry))
+    return Survey(schema, scheme, official, report)
+
+
 def recognize(source: Checkpoint, config: ModelConfig) -> Recognized:
     """The official names of an export's tensors; ``config`` is the official model's.
 
-    The MTP blocks may be lacking altogether: transformers does not load them.
     Raises CheckpointError naming unknown, missing and misshapen tensors.
     """
-    scheme = detect_scheme(source.tensors)
-    tensors = {
-        to_official(name, scheme): info
-        for name, info in source.tensors.items()
-        if parse(name, scheme) is not None
-    }
-    if not any(name.startswith("mtp.") for name in tensors):
-        config = config.without_mtp()
-    schema = Schema(config)
-
-    def layout(entry: Entry) -> Layout:
-        info = tensors.get(entry.name())
-        return "plain" if info is None else _LAYOUTS.get(info.dtype, "plain")
-
-    match = schema.match(source.tensors, scheme, layout)
-    if not match.ok:
-        raise _refused(match)
-    linears = [entry for entry in schema.entries() if entry.template.row.linear]
-    quantized = frozenset(entry.module() for entry in linears if layout(entry) != "plain")
-    _check_stored(schema, layout, tensors)
+    found = survey(source.tensors, config)
+    if not found.report.ok:
+        raise _refused(found.report)
+    linears = [entry for entry in found.schema.entries() if entry.template.row.linear]
+    quantized = frozenset(entry.module() for entry in linears if found.layout(entry) != "plain")
+    _check_stored(found)
     return Recognized(
-        schema,
-        scheme,
-        match.matched,
-        tensors,
+        found.schema,
+        found.scheme,
+        found.report.matched,
+        found.tensors,
         quantized,
         frozenset(entry.module() for entry in linears) - quantized,
     )
 
 
-def _refused(match: Match) -> CheckpointError:
+def _layout(tensors: Mapping[str, TensorInfo], entry: Entry) -> Layout:
+    info = tensors.get(entry.name())
+    return "plain" if info is None else _LAYOUTS.get(info.dtype, "plain")
+
+
+def _refused(match: Report) -> CheckpointError:
     """All three lists, each by its first names and then by kind."""
     lists = {
         "not in this model": match.unknown,
@@ -115,15 +139,13 @@ def _counted(kinds: Mapping[str, int]) -> str:
     return ", ".join(f"{count} x {shown(kind)}" for kind, count in first)
 
 
-def _check_stored(
-    schema: Schema, layout: Callable[[Entry], Layout], tensors: Mapping[str, TensorInfo]
-) -> None:
+def _check_stored(found: Survey) -> None:
     """Shapes and dtypes; and scales beside a weight that is not stored so as to have them."""
     belonging = set()
-    for entry in schema.entries():
-        for spec in schema.stored(entry, layout(entry)):
+    for entry in found.schema.entries():
+        for spec in found.schema.stored(entry, found.layout(entry)):
             belonging.add(spec.name)
-            info = tensors.get(spec.name)
+            info = found.tensors.get(spec.name)
             if info is None:  # input_scale of weight-only exports; the rest was matched
                 continue
             same = info.dtype == spec.dtype or {info.dtype, spec.dtype} <= _FLOATS
@@ -137,7 +159,7 @@ def _check_stored(
                     f"{info.dtype} {list(info.shape)}; the reference config.json asks for "
                     f"{spec.dtype} {list(spec.shape)}. Give the config.json of this model",
                 )
-    for name, info in tensors.items():
+    for name, info in found.tensors.items():
         if name not in belonging and not name.endswith(("k_scale", "v_scale")):
             raise _wrong(
                 info,

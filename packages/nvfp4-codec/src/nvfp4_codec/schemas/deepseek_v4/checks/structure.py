@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nvfp4_codec.checkpoint.reader import TensorInfo
-from nvfp4_codec.checkpoint.verify import Finding
-from nvfp4_codec.schemas.deepseek_v4 import ModelConfig, Template
+from ....checkpoint.reader import TensorInfo
+from ....checkpoint.verify import Finding
+from .. import ModelConfig, Template
 
 CONFIG: Final = "config.json"
 #: Keys that loaders ask for by name, and what happens without them.

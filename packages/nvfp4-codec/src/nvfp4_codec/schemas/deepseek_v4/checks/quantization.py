@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from nvfp4_codec.checkpoint.files import read_small, strict_json
-from nvfp4_codec.checkpoint.verify import Finding
-from nvfp4_codec.errors import CheckpointError
-from nvfp4_codec.schemas.deepseek_v4 import SCHEMES, Layout, Role, Scheme, translate_entry
-
+from ....checkpoint.files import read_small, strict_json
+from ....checkpoint.verify import Finding
+from ....errors import CheckpointError
+from .. import SCHEMES, Layout, Role, Scheme, translate_entry
+from .kv_cache import cache_of_algorithm, cache_of_config, check_kv_cache
 from .promised import NVFP4, Promises, contradictions
 from .stored import Model, Stored, fault
 from .structure import CONFIG, problem
@@ -19,7 +19,8 @@ from .structure import CONFIG, problem
 _FIXED: Final[frozenset[Role]] = frozenset(
     {"head", "gate", "compressor", "indexer_weights", "draft_head"}
 )
-_OLDER: Final = "hf_quant_config.json"
+#: What readers took before config.json had a quantization_config.
+OLDER: Final = "hf_quant_config.json"
 _MAX_BYTES: Final = 1 << 26
 
 
@@ -84,7 +85,7 @@ def _contradictions(model: Model, promises: Promises) -> list[Finding]:
     sizes = [] if "nvfp4" not in layouts else promises.group_sizes()
     findings = [
         problem(
-            f"quantization_config.{key}.group_size",
+            f"quantization_config.{key}",
             repr(size),
             "16, which NVFP4 has",
             "Loaders shape weight_scale by it: set it to 16, or export again.",
@@ -93,6 +94,7 @@ def _contradictions(model: Model, promises: Promises) -> list[Finding]:
         for key, size in sizes
         if size != 16 and not (mixed and size == 32 and key.startswith("config_groups"))
     ]
+    findings += check_kv_cache(model.quantization or {})
     if both := contradictions(promises):
         findings.append(
             problem(
@@ -194,13 +196,13 @@ def _matches(entry: str, model: Model, scheme: Scheme) -> bool:
 
 def check_older(model: Model) -> list[Finding]:
     """hf_quant_config.json, which older readers take instead: it must say the same."""
-    path = model.checkpoint.root / _OLDER
+    path = model.checkpoint.root / OLDER
     if model.quantization is None or not os.path.lexists(path):
         return []
-    document = strict_json(read_small(path, _MAX_BYTES, _OLDER), _OLDER)
+    document = strict_json(read_small(path, _MAX_BYTES, OLDER), OLDER)
     inner = document.get("quantization") if isinstance(document, dict) else None
     if not isinstance(inner, dict):
-        raise CheckpointError('has no "quantization"; remove it, or export again.', file=_OLDER)
+        raise CheckpointError('has no "quantization"; remove it, or export again.', file=OLDER)
     newer = model.quantization
     pairs = {
         "quant_algo": (inner.get("quant_algo"), newer.get("quant_algo")),
@@ -210,17 +212,28 @@ def check_older(model: Model) -> list[Finding]:
             newer.get("quantized_layers") or {},
         ),
     }
+    found = {
+        key: ("another value than quantization_config has", "the same in both")
+        for key, (old, new) in pairs.items()
+        if old != new
+    }
+    algorithm = inner.get("kv_cache_quant_algo")
+    if (cache := cache_of_algorithm(algorithm)) != (promised := cache_of_config(newer)):
+        said = f"{promised}, as quantization_config in {CONFIG} says"
+        found["kv_cache_quant_algo"] = (f"{algorithm!r}: {cache}", said)
+    packed = any(stored.layout == "nvfp4" for stored in model.tensors.values())
+    if packed and (size := inner.get("group_size", 16)) != 16:
+        found["group_size"] = (repr(size), "16, which NVFP4 has")
     return [
         Finding(
             "config-disagrees",
             f"quantization.{key}",
-            _OLDER,
-            "another value than quantization_config has",
-            "the same in both: some readers take this file, some config.json",
+            OLDER,
+            what,
+            f"{expected}: some readers take this file, some config.json",
             "Remove the file, or write both again: `dsv4-quantize finalize` does.",
         )
-        for key, (old, new) in pairs.items()
-        if old != new
+        for key, (what, expected) in found.items()
     ]
 
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from nvfp4_codec.checkpoint.families import Family
-from nvfp4_codec.checkpoint.header import shown
-from nvfp4_codec.checkpoint.heuristics import e4m3_table
-from nvfp4_codec.checkpoint.reader import Bytes, Checkpoint
-from nvfp4_codec.checkpoint.verify import Finding, global_value
-from nvfp4_codec.errors import CodecError
-
+from ....checkpoint.families import Family
+from ....checkpoint.header import shown
+from ....checkpoint.heuristics import e4m3_table
+from ....checkpoint.reader import Bytes, Checkpoint
+from ....checkpoint.verify import Finding, global_value
+from ....errors import CodecError
 from .stored import Stored, fault
 
 if TYPE_CHECKING:
@@ -64,8 +63,8 @@ def compare(
     source: Checkpoint, reference: Checkpoint, weight: Weight, known: Sequence[Finding]
 ) -> Comparison:
     """Holds a weight against the reference's; ``known``: what its bytes alone have shown."""
-    from nvfp4_codec.checkpoint.values import is_numeric, load_values
-    from nvfp4_codec.sqnr import sqnr_db
+    from ....checkpoint.values import is_numeric, load_values
+    from ....sqnr import sqnr_db
 
     family, other = weight.family, weight.reference
     assert other is not None
@@ -90,7 +89,7 @@ def compare(
     elif quality >= weight.least or not family.numel:
         return Comparison(name, quality)
     if quality < _EXPLAIN_DB:
-        from nvfp4_codec.checkpoint.against import too_far
+        from ....checkpoint.against import too_far
 
         found = too_far(source, family, reference, other, quality, weight.least)
         if math.isinf(weight.least):
@@ -177,8 +176,8 @@ def _against_cast(
     """
     import torch
 
-    from nvfp4_codec import dequantize_nvfp4, mxfp4_to_nvfp4
-    from nvfp4_codec.checkpoint.values import load_mxfp4, load_nvfp4
+    from .... import dequantize_nvfp4, mxfp4_to_nvfp4
+    from ....checkpoint.values import load_mxfp4, load_nvfp4
 
     assert weight.reference is not None
     packed, scale = load_mxfp4(reference, weight.reference)

@@ -7,25 +7,23 @@ read; its bytes are where the sample says so. A task opens only the files that i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-from nvfp4_codec.checkpoint.families import Family
-from nvfp4_codec.checkpoint.header import shown
-from nvfp4_codec.checkpoint.reader import Checkpoint
-from nvfp4_codec.checkpoint.structure import problems
-from nvfp4_codec.checkpoint.verify import (
+from ....checkpoint.families import Family
+from ....checkpoint.header import shown
+from ....checkpoint.reader import Checkpoint
+from ....checkpoint.structure import problems
+from ....checkpoint.verify import (
     Finding,
     verify_family,
     verify_fused,
     verify_fused_scales,
     verify_global_scale,
 )
-
-from ..progress import progress
 from .activations import (
     AMAX_STORED,
     check_fused_input_scales,
@@ -35,9 +33,6 @@ from .activations import (
 from .against import Comparison, compare, floor, same_cast
 from .names import fused_groups
 from .stored import Model, Stored
-
-if TYPE_CHECKING:
-    from ..executor import Executor
 
 #: "auto": everything of a small checkpoint, else a few weights of each role; or that many.
 Sample: TypeAlias = Literal["auto", "all"] | int
@@ -108,29 +103,18 @@ class Result:
         self.ones += other.ones
 
 
-def check_values(
-    model: Model,
-    against: Model | None,
-    sample: Sample,
-    requantized: Mapping[str, int],
-    executor: Executor | None,
-) -> Result:
-    """Runs all tasks and adds up their results."""
-    chosen = _sampled(model, sample)
-    tasks = list(plan(model, against, chosen, requantized))
-    results = map(work, tasks) if executor is None else executor.map(work, tasks)
+def collect(results: Iterable[Result], root: Path) -> Result:
+    """Adds up the results of all tasks; ``root``: the checkpoint's folder."""
     total = Result()
-    with progress("validate", sum(task.nbytes for task in tasks)) as advance:
-        for result in results:
-            total.add(result)
-            advance(result.nbytes)
+    for result in results:
+        total.add(result)
     if total.ones == total.input_scales >= _ENOUGH_ONES:
         total.findings = [f for f in total.findings if f.code != AMAX_STORED]
         total.findings.append(
             Finding(
                 "input-scales-all-ones",
                 "*.input_scale",
-                shown(str(model.checkpoint.root)),
+                shown(str(root)),
                 f"all {total.input_scales} are exactly 1.0",
                 "amax / 2688 of the activations that calibration saw",
                 "The real ones were lost: export with the calibration snapshot.",
@@ -140,7 +124,7 @@ def check_values(
     return total
 
 
-def _sampled(model: Model, sample: Sample) -> set[str]:
+def sampled(model: Model, sample: Sample) -> set[str]:
     """Official names of the weights whose bytes are read: spread evenly over each kind."""
     if sample == "auto":
         total = sum(info.nbytes for info in model.checkpoint)
@@ -163,12 +147,12 @@ def plan(
 ) -> Iterator[Task]:
     """Tasks by file, each of bounded size."""
     by_file: dict[str, list[Unit]] = {}
-    for unit in _units(model, against, chosen, requantized):
+    for unit in units(model, against, chosen, requantized):
         by_file.setdefault(unit.weights[0].family.weight.file, []).append(unit)
-    for units in by_file.values():
+    for of_file in by_file.values():
         batch: list[Unit] = []
         size = 0
-        for unit in units:
+        for unit in of_file:
             batch.append(unit)
             size += sum(w.family.nbytes for w in unit.weights) if unit.whole else 0
             if size >= _TASK_BYTES or len(batch) == _TASK_UNITS:
@@ -178,9 +162,10 @@ def plan(
             yield _task(model, against, batch)
 
 
-def _units(
+def units(
     model: Model, against: Model | None, chosen: set[str], requantized: Mapping[str, int]
 ) -> Iterator[Unit]:
+    """All weights of which something is read, grouped as loaders fuse them."""
     groups = [tuple(stored.entry.name() for stored in group) for group in fused_groups(model)]
     grouped = {name for group in groups for name in group}
     groups += [(name,) for name in model.tensors if name not in grouped]
@@ -209,16 +194,16 @@ def _weight(
     return replace(weight, reference=reference, least=floor(stored, other))
 
 
-def _task(model: Model, against: Model | None, units: Sequence[Unit]) -> Task:
-    weights = [weight for unit in units for weight in unit.weights]
-    whole = [weight for unit in units if unit.whole for weight in unit.weights]
+def _task(model: Model, against: Model | None, batch: Sequence[Unit]) -> Task:
+    weights = [weight for unit in batch for weight in unit.weights]
+    whole = [weight for unit in batch if unit.whole for weight in unit.weights]
     references = [weight.reference for weight in whole if weight.reference is not None]
     files = _files(model.checkpoint, [weight.family for weight in weights])
     if against is None:
-        return Task(model.checkpoint.root, tuple(units), files)
+        return Task(model.checkpoint.root, tuple(batch), files)
     return Task(
         model.checkpoint.root,
-        tuple(units),
+        tuple(batch),
         files,
         against.checkpoint.root,
         _files(against.checkpoint, references),
@@ -232,34 +217,52 @@ def _files(checkpoint: Checkpoint, families: Sequence[Family]) -> tuple[tuple[st
 
 def work(task: Task) -> Result:
     """One task, in any process that sees the files."""
-    result = Result()
     with ExitStack() as stack:
         source = stack.enter_context(Checkpoint(task.root, dict(task.files)))
         reference = None
         if task.reference_root is not None and task.reference_files:
             files = dict(task.reference_files)
             reference = stack.enter_context(Checkpoint(task.reference_root, files))
-        for unit in task.units:
-            _check_unit(source, reference, unit, result)
+        return check_units(source, reference, task.units)
+
+
+def check_units(
+    source: Checkpoint,
+    reference: Checkpoint | None,
+    units: Iterable[Unit],
+    limit: int | None = None,
+) -> Result:
+    """Looks at units of open checkpoints.
+
+    limit: bytes that are looked at of an FP8 or plain weight; None is all. What is compared with
+    the reference is read as a whole in any case.
+    """
+    result = Result()
+    for unit in units:
+        _check_unit(source, reference, unit, limit, result)
     return result
 
 
 def _check_unit(
-    source: Checkpoint, reference: Checkpoint | None, unit: Unit, result: Result
+    source: Checkpoint,
+    reference: Checkpoint | None,
+    unit: Unit,
+    limit: int | None,
+    result: Result,
 ) -> None:
     findings: list[Finding] = []
     compared: list[Comparison] = []
     guess = False
     for weight in unit.weights:
         family = weight.family
-        result.nbytes += family.nbytes if unit.whole else 0
+        result.nbytes += _bytes_read(weight, limit) if unit.whole else 0
         if unit.whole and reference is not None and same_cast(source, reference, weight):
             # every code and scale is right: nothing is left to guess from statistics
             compared.append(Comparison(shown(family.weight.name), math.inf))
             result.sqnr[weight.name] = math.inf
         elif unit.whole:
             guess = True
-            found = verify_family(source, family)
+            found = verify_family(source, family, limit)
             if reference is not None and weight.reference is not None:
                 compared.append(compare(source, reference, weight, found))
                 result.sqnr[weight.name] = compared[-1].sqnr_db
@@ -278,9 +281,18 @@ def _check_unit(
     result.findings += _merged(findings, compared)
 
 
+def _bytes_read(weight: Weight, limit: int | None) -> int:
+    family = weight.family
+    if weight.reference is not None or limit is None:
+        return family.nbytes
+    # the codes of a packed weight are not read, or not all of them
+    values = 0 if family.kind in ("nvfp4", "mxfp4") else min(family.weight.nbytes, limit)
+    return family.nbytes - family.weight.nbytes + values
+
+
 def _merged(findings: list[Finding], compared: list[Comparison]) -> list[Finding]:
     """One finding per cause: a guess from bytes alone yields to what the source shows."""
-    from nvfp4_codec.checkpoint.against import Compared, merged
+    from ....checkpoint.against import Compared, merged
 
     made = Compared([c.finding for c in compared if c.finding is not None])
     made.fine = {c.tensor for c in compared if c.finding is None and not math.isnan(c.sqnr_db)}

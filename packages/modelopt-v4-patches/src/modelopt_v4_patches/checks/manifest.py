@@ -1,14 +1,12 @@
-"""What lies beside the weights: tokenizer, index, manifest, traces of an unfinished run.
+"""The manifest that the exporter writes last: every file with its size and SHA-256.
 
-A manifest is what the exporter writes last: every file with its size and SHA-256, and notes by
-tensor (blocks that could not be cast exactly, activation scales taken from elsewhere).
+It also holds notes by tensor (blocks that could not be cast exactly, activation scales taken from
+elsewhere).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,79 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nvfp4_codec.checkpoint.files import read_small, strict_json
 from nvfp4_codec.checkpoint.header import shown
-from nvfp4_codec.checkpoint.job import PLAN_NAME
-from nvfp4_codec.checkpoint.manifest import RECORDS_NAME
-from nvfp4_codec.checkpoint.reader import INDEX_NAME, Checkpoint
-from nvfp4_codec.checkpoint.rewrite import COPIED_NAMES
 from nvfp4_codec.checkpoint.verify import Finding
 from nvfp4_codec.errors import CheckpointError
 
 if TYPE_CHECKING:
     from ..executor import Executor
 
-#: Any one of them is a tokenizer.
-_TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model")
 _MAX_BYTES: Final = 1 << 28
-_COPY: Final = "Copy it from the source checkpoint."
-
-
-def check_files(checkpoint: Checkpoint, against: Checkpoint | None) -> list[Finding]:
-    """Files that are absent, an index of another size, an interrupted run."""
-    root, findings = checkpoint.root, []
-    present = {name for name in COPIED_NAMES if os.path.lexists(root / name)}
-    if not present & set(_TOKENIZERS):
-        findings.append(
-            _missing(root, "tokenizer.json", "a tokenizer: " + " or ".join(_TOKENIZERS))
-        )
-    if "tokenizer_config.json" not in present:
-        findings.append(_missing(root, "tokenizer_config.json", "the tokenizer's settings"))
-    if against is not None and against.is_folder:
-        told = {finding.tensor for finding in findings}
-        for name in sorted(COPIED_NAMES - present - told):
-            if os.path.lexists(against.root / name):
-                findings.append(_missing(root, name, "the file that the source has"))
-    for name in (PLAN_NAME, RECORDS_NAME):
-        if not os.path.lexists(root / name):
-            continue
-        findings.append(
-            Finding(
-                "unfinished",
-                name,
-                shown(str(root)),
-                "the record of a run that has not ended",
-                "a complete checkpoint",
-                "Repeat the command that writes this folder with --resume.",
-            )
-        )
-        break
-    return findings + _index(checkpoint)
-
-
-def _missing(root: Path, name: str, expected: str) -> Finding:
-    return Finding("missing-file", name, shown(str(root)), "absent", expected, _COPY)
-
-
-def _index(checkpoint: Checkpoint) -> list[Finding]:
-    """``total_size``, by which loaders plan their memory; names were compared when opening."""
-    path = checkpoint.root / INDEX_NAME
-    if checkpoint.index is None or not path.is_file():
-        return []
-    document = json.loads(path.read_text(encoding="utf-8"))
-    metadata = document.get("metadata")
-    size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    total = sum(info.nbytes for info in checkpoint)
-    if size is None or size == total:
-        return []
-    return [
-        Finding(
-            "index-size",
-            "metadata.total_size",
-            INDEX_NAME,
-            f"{size}",
-            f"{total}, the bytes of all tensors",
-            "Index and files are of different exports: export again.",
-        )
-    ]
 
 
 @dataclass(frozen=True)
