@@ -1,0 +1,85 @@
+"""The class that vLLM asks whether a checkpoint's quantization is ours.
+
+It is registered in every process and for every model, so it imports no model and no kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from . import compat
+from .plugin import QUANTIZATION
+from .stored import is_ours
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+
+def is_experts_only(quantization: object) -> bool:
+    """Whether a quantization block has the layout that NVIDIA publishes, and stock vLLM serves."""
+    return isinstance(quantization, dict) and "fp8" in str(quantization.get("quant_method"))
+
+
+def describes_ours(hf_config: Any, quantization: object) -> bool:
+    """Whether transformers' config object and a quantization block are of one of our checkpoints.
+
+    vLLM renames the model type of a draft; a checkpoint with a vision tower is another model.
+    """
+    architectures = getattr(hf_config, "architectures", None) or ()
+    is_draft = "DeepSeekV4MTPModel" in architectures
+    model_type = "deepseek_v4" if is_draft else getattr(hf_config, "model_type", None)
+    if getattr(hf_config, "vision_n_layers", 0):
+        return False
+    return is_ours({"model_type": model_type, "quantization_config": quantization})
+
+
+class Claim(QuantizationConfig):
+    """Claims our checkpoints, and makes `quant_config.DSV4NVFP4Config` of them.
+
+    The experts-only layout is left to vLLM, which serves it; `config_hook` takes it over where
+    vLLM cannot.
+    """
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Our name if the checkpoint is ours; raises VersionError if it is and vLLM is not."""
+        if not describes_ours(hf_config, hf_quant_cfg) or is_experts_only(hf_quant_cfg):
+            return None
+        compat.require_tested_version()
+        return QUANTIZATION
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        """The config that builds layers; imports vLLM's model."""
+        from .quant_config import DSV4NVFP4Config
+
+        return DSV4NVFP4Config.from_config(config)
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Our name in vLLM."""
+        return QUANTIZATION
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """BF16, which DeepSeek-V4 runs in."""
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Hopper: vLLM's DeepSeek-V4 attention has no kernels for less."""
+        return 90
+
+    @classmethod
+    def get_config_filenames(cls) -> list[str]:
+        """Nothing besides config.json."""
+        return []
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Never asked: `from_config` makes another class."""
+        raise NotImplementedError

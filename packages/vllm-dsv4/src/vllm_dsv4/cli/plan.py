@@ -1,0 +1,202 @@
+"""``vllm-dsv4 plan``: memory per GPU, and what fits."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, get_args
+
+from nvfp4_codec.cli_output import say
+
+from .common import FINDINGS, OK, add_command, fail, show_json, show_table
+from .options import add_options, read_options
+
+if TYPE_CHECKING:
+    from ..gpus import Gpus
+    from ..plan import Deployment, Limits, Plan
+    from ..stored import Stored
+    from .common import Commands
+
+#: What is shown where no GPUs are given.
+_USUAL: Final = (("B200:8", 1), ("H200:8", 1), ("B200:8", 2), ("H200:8", 2))
+_LEGEND: Final = """\
+context: tokens that one request may have. of 8k: requests of 8,192 tokens that generate at once.
+Buffers are an estimate; vLLM measures them when it starts."""
+_PARALLEL: Final = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+
+
+def register(commands: Commands) -> None:
+    """Adds the command."""
+    from ..plan import Model, Preset
+
+    parser = add_command(commands, "plan", "memory per GPU for a checkpoint, and what fits; no GPU")
+    parser.add_argument("folder", nargs="?", type=Path, help="a checkpoint folder")
+    parser.add_argument("--model", choices=get_args(Model), help="instead: a released model")
+    parser.add_argument(
+        "--stored",
+        choices=get_args(Preset),
+        default="full",
+        help="with --model: how the checkpoint stores it (default: full)",
+    )
+    parser.add_argument(
+        "--gpus",
+        metavar="KIND:COUNT",
+        help="such as B200:8, of one node; or 'here' (default: the usual ones)",
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of those GPUs (default: 1)")
+    for name, short in zip(_PARALLEL, ("--tp", "--pp", "--dp"), strict=True):
+        flag = f"--{name.replace('_', '-')}-size"
+        parser.add_argument(flag, short, dest=name, type=_positive, metavar="N")
+    parser.add_argument(
+        "--expert-parallel",
+        "--ep",
+        action=argparse.BooleanOptionalAction,
+        help="experts stay whole (default: what suits the GPUs)",
+    )
+    parser.add_argument(
+        "--mega-moe",
+        action=argparse.BooleanOptionalAction,
+        help="the fused kernel (default: where it runs)",
+    )
+    parser.add_argument("--mtp", action="store_true", help="speculative decoding with MTP blocks")
+    parser.add_argument("--max-model-len", type=_positive, help="default: the model's")
+    parser.add_argument("--max-num-batched-tokens", type=_positive, help="default: vLLM's")
+    parser.add_argument("--max-num-seqs", type=_positive, help="default: vLLM's")
+    parser.add_argument("--gpu-memory-utilization", type=_part, default=0.92)
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows the plan; exit code 1 if nothing fits."""
+    from ..gpus import detect_gpus, parse_gpus
+    from ..plan import plan
+
+    if (arguments.folder is None) == (arguments.model is None):
+        return fail("give a checkpoint folder or --model, one of the two")
+    if arguments.gpus is None and any(getattr(arguments, name) for name in _PARALLEL):
+        return fail("parallel sizes are for given GPUs: add --gpus, such as --gpus B200:8")
+    name, stored = _model(arguments)
+    if arguments.gpus is None:
+        places = [parse_gpus(gpus, nodes) for gpus, nodes in _USUAL]
+    elif arguments.gpus == "here":
+        places = [detect_gpus(arguments.nodes)]
+    else:
+        places = [parse_gpus(arguments.gpus, arguments.nodes)]
+    limits, options = _limits(arguments, stored), read_options(arguments)
+    plans = [
+        plan(stored, gpus, _deployment(arguments, gpus, stored), limits, options) for gpus in places
+    ]
+    if arguments.json:
+        show_json({"model": name, "plans": [found.as_json() for found in plans]})
+    else:
+        _show(name, plans)
+    return OK if any(found.fits for found in plans) else FINDINGS
+
+
+def _model(arguments: argparse.Namespace) -> tuple[str, Stored]:
+    from ..plan import NAMES, released
+    from ..stored import read_stored
+
+    if arguments.folder is not None:
+        return arguments.folder.name, read_stored(arguments.folder)
+    stored = released(arguments.model, arguments.stored)
+    return f"{NAMES[arguments.model]}, {arguments.stored}", stored
+
+
+def _limits(arguments: argparse.Namespace, stored: Stored) -> Limits:
+    from ..plan import Limits
+    from ..plan.fit import context_of
+
+    return Limits(
+        max_model_len=arguments.max_model_len or context_of(stored),
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_num_seqs=arguments.max_num_seqs,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        mtp=arguments.mtp,
+    )
+
+
+def _deployment(arguments: argparse.Namespace, gpus: Gpus, stored: Stored) -> Deployment:
+    from ..plan import choose_deployment
+
+    return choose_deployment(
+        gpus,
+        stored.schema.config,
+        **{name: getattr(arguments, name) for name in _PARALLEL},
+        expert_parallel=arguments.expert_parallel,
+        mega_moe=True if arguments.moe_kernel else arguments.mega_moe,
+    )
+
+
+def _show(name: str, plans: Sequence[Plan]) -> None:
+    on_disk = plans[0].on_disk
+    with_mtp, mtp = sum(on_disk.values()), on_disk.get("MTP", 0)
+    without = f", {_gb(with_mtp - mtp)} without MTP" if mtp else ""
+    say(f"{name}: {_gb(with_mtp)} GB of weights{without}")
+    rows = [_summary(found) for found in plans]
+    heads = ["GPUs", "fits", "divided", "weights", "buffers", "KV cache", "context", "of 8k"]
+    show_table(heads, rows, left=3, title="GB on the fullest GPU")
+    say(_LEGEND)
+    if len(plans) == 1:
+        _detail(plans[0])
+
+
+def _summary(found: Plan) -> list[str]:
+    parallel = found.deployment
+    divided = f"TP {parallel.tensor_parallel}"
+    for size, word in ((parallel.pipeline_parallel, "PP"), (parallel.data_parallel, "DP")):
+        divided += f", {word} {size}" if size > 1 else ""
+    divided += ", EP" if parallel.expert_parallel else ""
+    divided += ", MegaMoE" if parallel.mega_moe else ""
+    fits = "yes" if found.fits else "no"
+    if found.fits and found.longest < found.limits.max_model_len:
+        fits = "partly"
+    return [
+        str(found.gpus),
+        fits,
+        divided,
+        _gb(sum(found.weights.values())),
+        _gb(sum(found.buffers.values())),
+        _gb(found.kv_memory),
+        f"{found.longest:,}",
+        f"{found.generating:,}",
+    ]
+
+
+def _detail(found: Plan) -> None:
+    usable = f"{_gb(found.usable)} of {_gb(found.gpus.memory)} GB"
+    parts = [*found.weights.items(), *found.buffers.items(), ("KV cache", found.kv_memory)]
+    rows = [[part, _gb(size)] for part, size in parts]
+    show_table(["on the fullest GPU", "GB"], rows, left=1, title=f"{found.gpus}: {usable} used")
+    layers = [
+        [_layer(ratio), f"{entries:.2f}", f"{indexed:.2f}"]
+        for ratio, entries, indexed in found.cache.per_layer
+    ]
+    heads = ["layers", "entries", "indexer"]
+    show_table(heads, layers, left=1, title="KV cache, bytes per token and layer")
+    say(f"{found.cache.token_bytes:,.0f} bytes for each token of context in all layers of this "
+        f"GPU; blocks of {found.cache.block_bytes:,} bytes.")  # fmt: skip
+
+
+def _layer(ratio: int) -> str:
+    return f"compressed {ratio}:1" if ratio else "window only"
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.1f}" if abs(nbytes) >= 5e8 else f"{nbytes / 1e9:.3f}"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _part(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{value} is not in (0, 1]")
+    return value

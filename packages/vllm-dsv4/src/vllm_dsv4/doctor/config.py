@@ -1,0 +1,86 @@
+"""config.json: what is missing, what the plugin fills in, and what contradicts the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from nvfp4_codec.checkpoint.verify import Finding
+from nvfp4_codec.schemas.deepseek_v4.checks.quantization import OLDER
+from nvfp4_codec.schemas.deepseek_v4.checks.structure import problem
+
+from ..stored import complete_config
+
+_BLOCK: Final = "quantization_config"
+_FROM_SOURCE: Final = "Take it from the official config.json; `dsv4-quantize finalize` does."
+#: Keys that say which layers there are: nothing but the right value helps.
+_STRUCTURE: Final = ("compress_ratios", "num_hash_layers", "num_nextn_predict_layers")
+_ROPE: Final = ("rope_scaling", "rope_theta", "compress_rope_theta")
+#: Keys by which loaders choose what to build.
+_CHOICES: Final = ("topk_method", f"{_BLOCK}.quant_method", f"{_BLOCK}.quant_algo")
+
+
+def look_at_config(config: Mapping[str, Any], known: Iterable[Finding]) -> list[Finding]:
+    """The codec's findings on config.json as serving sees them, and what it does not look at.
+
+    ``known``: those findings. Raises CheckpointError for a value of an unusable type.
+    """
+    complete, _ = complete_config(config)
+    derived = _filled(config, complete)
+    findings = [_refined(finding, derived) for finding in known]
+    told = {finding.tensor for finding in findings}
+    for key in sorted(derived - told - set(_ROPE)):
+        expected = repr(_value(complete, key))
+        findings.append(problem(key, "absent", expected, _FROM_SOURCE, "config-missing-key"))
+    return findings + _rope(config, complete)
+
+
+def _filled(config: Mapping[str, Any], complete: Mapping[str, Any]) -> set[str]:
+    """Keys that a config lacks and that its completion has."""
+    block, full = config.get(_BLOCK) or {}, complete.get(_BLOCK) or {}
+    inner = {f"{_BLOCK}.{key}" for key, value in full.items() if value and not block.get(key)}
+    return {key for key, value in complete.items() if value and not config.get(key)} | inner
+
+
+def _value(config: Mapping[str, Any], key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _refined(finding: Finding, derived: Container[str]) -> Finding:
+    """What nothing else in the folder settles gets a code of its own. derived: filled keys."""
+    if finding.code == "config-missing-key" and finding.tensor not in derived:
+        return replace(finding, code="config-lost-key")
+    if finding.file == OLDER:
+        return replace(finding, code="older-config-disagrees")
+    if finding.code == "config-disagrees" and finding.tensor in _STRUCTURE:
+        return replace(finding, code="config-structure")
+    chosen = finding.tensor in _CHOICES or finding.tensor.endswith(".group_size")
+    if finding.code == "config-disagrees" and chosen:
+        return replace(finding, code="config-value")
+    return finding
+
+
+def _rope(config: Mapping[str, Any], complete: Mapping[str, Any]) -> list[Finding]:
+    if config.get("rope_scaling") is not None:
+        return []
+    nested = config.get("rope_parameters")
+    if complete.get("rope_scaling") is None:
+        return [
+            problem(
+                "rope_scaling",
+                "absent",
+                "how positions are scaled beyond the length that was trained",
+                _FROM_SOURCE,
+                "rope-missing",
+            )
+        ]
+    if isinstance(nested, Mapping) and isinstance(nested.get("compress"), Mapping):
+        found = "nested as {main, compress}, as transformers writes it"
+        return [
+            problem("rope_parameters", found, "rope_scaling, flat", _FROM_SOURCE, "nested-rope")
+        ]
+    return [problem("rope_scaling", "absent", "a value", _FROM_SOURCE, "config-missing-key")]

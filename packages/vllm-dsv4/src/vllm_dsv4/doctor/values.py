@@ -1,0 +1,96 @@
+"""What only bytes show: every scalar scale, and the values of a sample of all kinds of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from nvfp4_codec.checkpoint.header import shown
+from nvfp4_codec.checkpoint.reader import Checkpoint
+from nvfp4_codec.checkpoint.verify import Finding
+from nvfp4_codec.schemas.deepseek_v4.checks.against import compare, same_cast
+from nvfp4_codec.schemas.deepseek_v4.checks.stored import Model
+from nvfp4_codec.schemas.deepseek_v4.checks.values import (
+    Result,
+    Unit,
+    check_units,
+    collect,
+    sampled,
+    units,
+)
+
+#: A checkpoint of this size is read as a whole, or compared as a whole.
+_SMALL, _SMALL_COMPARED = 2 << 30, 64 << 20
+#: Weights of each kind otherwise; fewer where each is dequantized twice to be compared.
+_FEW, _FEW_COMPARED = 4, 2
+#: Bytes of an FP8 or plain weight that are searched for NaN.
+_LIMIT: Final = 4 << 20
+
+
+@dataclass(frozen=True)
+class Values:
+    """Findings; SQNR in dB by official name where compared; weights and bytes that were read."""
+
+    findings: list[Finding]
+    sqnr: Mapping[str, float]
+    weights: int
+    nbytes: int
+
+
+def look_at_values(model: Model, reference: Model | None) -> Values:
+    """Reads scalars and samples, and holds them against the reference's if there is one."""
+    total = sum(info.nbytes for info in model.checkpoint)
+    small, few = (_SMALL, _FEW) if reference is None else (_SMALL_COMPARED, _FEW_COMPARED)
+    chosen = sampled(model, "all" if total <= small else few)
+    other = None if reference is None else reference.checkpoint
+    swapped: list[Finding] = []
+    read = 0
+
+    def results() -> Iterable[Result]:
+        nonlocal read
+        for unit in units(model, reference, chosen, {}):
+            read += len(unit.weights) if unit.whole else 0
+            result = check_units(model.checkpoint, other, [unit], _LIMIT)
+            if other is not None and _is_swapped(model.checkpoint, other, unit, result):
+                swapped.append(_gate_up(unit))
+                result.findings = []
+            yield result
+
+    result = collect(results(), model.checkpoint.root)
+    return Values(result.findings + swapped, result.sqnr, read, result.nbytes)
+
+
+def _is_swapped(source: Checkpoint, reference: Checkpoint, unit: Unit, result: Result) -> bool:
+    """Whether w1 is the reference's w3 and the other way round."""
+    if len(unit.weights) != 2 or not unit.whole or not result.findings:
+        return False
+    first, second = unit.weights
+    if not first.name.endswith(".w1.weight"):
+        return False
+    if first.family.shape != second.family.shape:
+        return False
+    crossed = (
+        replace(first, reference=second.reference),
+        replace(second, reference=first.reference),
+    )
+    for weight in crossed:
+        if weight.reference is None:
+            return False
+        if same_cast(source, reference, weight):
+            continue
+        if compare(source, reference, weight, ()).finding is not None:
+            return False
+    return True
+
+
+def _gate_up(unit: Unit) -> Finding:
+    first, second = (weight.family.weight for weight in unit.weights)
+    return Finding(
+        "gate-up-swapped",
+        shown(first.name),
+        shown(first.file),
+        f"the reference's w3 (up), and {shown(second.name)} its w1 (gate)",
+        "w1 is gate, w3 is up",
+        "Exchange the two names, or export again.",
+    )

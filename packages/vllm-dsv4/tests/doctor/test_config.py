@@ -1,0 +1,121 @@
+"""config.json: each gap and contradiction, and whether the plugin or nobody fills it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nvfp4_codec.errors import CheckpointError
+
+
+def drop(key: str) -> Any:
+    return lambda content: content.config.pop(key)
+
+
+def put(key: str, value: object) -> Any:
+    return lambda content: content.config.update({key: value})
+
+
+def drop_inner(key: str) -> Any:
+    return lambda content: content.quantization.pop(key)
+
+
+def hf_types(content: Any) -> None:
+    """What transformers writes instead of the two lists."""
+    types = {0: "sliding_attention", 4: "compressed_sparse_attention",
+             128: "heavily_compressed_attention"}  # fmt: skip
+    ratios = content.config.pop("compress_ratios")
+    content.config["layer_types"] = [types[ratio] for ratio in ratios[:4]]
+    content.config["mlp_layer_types"] = ["hash_moe", "moe", "moe", "moe"]
+
+
+def nest(content: Any) -> None:
+    rope = content.config.pop("rope_scaling")
+    content.config["rope_parameters"] = {"main": {"rope_theta": 10000.0}, "compress": rope}
+
+
+CASES = {
+    "compress_ratios renamed": (hf_types, "config-missing-key", "compress_ratios", "handled"),
+    "compress_ratios gone": (drop("compress_ratios"), "config-lost-key", "compress_ratios",
+                             "error"),
+    "num_hash_layers gone": (drop("num_hash_layers"), "config-lost-key", "num_hash_layers",
+                             "error"),
+    "topk_method gone": (drop("topk_method"), "config-missing-key", "topk_method", "handled"),
+    "another topk_method": (put("topk_method", "greedy"), "config-value", "topk_method", "error"),
+    "scale_fmt gone": (drop_inner("scale_fmt"), "config-missing-key",
+                       "quantization_config.scale_fmt", "handled"),
+    "weight_block_size gone": (drop_inner("weight_block_size"), "config-missing-key",
+                               "quantization_config.weight_block_size", "handled"),
+    "rope nested": (nest, "nested-rope", "rope_parameters", "handled"),
+    "rope gone": (drop("rope_scaling"), "rope-missing", "rope_scaling", "error"),
+    "architectures gone": (drop("architectures"), "config-lost-key", "architectures", "error"),
+    "expert_dtype gone": (drop("expert_dtype"), "config-lost-key", "expert_dtype", "error"),
+    "another ratio": (put("compress_ratios", [0, 4, 4, 128, 0]), "config-structure",
+                      "compress_ratios", "error"),
+    "too many hash layers": (put("num_hash_layers", 2), "config-structure", "num_hash_layers",
+                             "error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_gap_is_named(check, only, case: str):
+    change, code, key, level = CASES[case]
+    found = only(check(change))
+    assert (found.code, found.tensor, found.level) == (code, key, level)
+    assert (found.file, found.evidence) == ("config.json", "certain")
+    assert "config" in found.fix
+
+
+def test_a_gap_in_the_official_checkpoint_is_an_error(check, only):
+    """No plugin takes part in serving it."""
+    found = only(check(drop("topk_method"), "official"))
+    assert (found.code, found.level) == ("config-missing-key", "error")
+
+
+def test_entries_in_other_names_are_translated(check, only):
+    def change(content: Any) -> None:
+        content.quantization["ignore"] = ["model.layers.0.self_attn.o_a_proj"]
+
+    found = [f for f in check(change).findings if f.code == "config-other-names"]
+    assert [(f.tensor, f.level) for f in found] == [("quantization_config.ignore", "handled")]
+
+
+def test_a_wrong_group_size(check):
+    def change(content: Any) -> None:
+        for layer in content.quantization["quantized_layers"].values():
+            if layer["quant_algo"] == "NVFP4":
+                layer["group_size"] = 32
+
+    codes = {(f.code, f.level) for f in check(change).findings}
+    assert codes == {("config-value", "error")}
+
+
+def test_a_module_that_is_quantized_and_ignored(check, only):
+    def change(content: Any) -> None:
+        content.quantization["ignore"].append("layers.0.attn.wq_b")
+
+    found = only(check(change))
+    assert (found.code, found.level) == ("config-contradicts-itself", "handled")
+
+
+def test_a_key_that_the_reference_has_otherwise(check, only, tiny):
+    found = only(check(put("routed_scaling_factor", 2.5), reference=tiny))
+    assert (found.code, found.tensor) == ("config-differs", "routed_scaling_factor")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("model_type", "llama"), "deepseek_v4"),
+        (put("hidden_size", "big"), "hidden_size"),
+        (put("quantization_config", ["a"]), "quantization_config"),
+        (put("compress_ratios", {"a": 1}), "compress_ratios"),
+        (put("n_routed_experts", 1 << 40), "n_routed_experts"),
+        (put("num_hidden_layers", -1), "num_hidden_layers"),
+    ],
+    ids=["another model", "text", "a list", "an object", "absurd", "negative"],
+)
+def test_a_config_that_is_none_is_refused(check, change: Any, message: str):
+    with pytest.raises(CheckpointError, match=message):
+        check(change)

@@ -1,0 +1,154 @@
+"""What fits, and the command that says so."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_dsv4.cli.plan import register
+from vllm_dsv4.errors import OptionError, PlanError
+from vllm_dsv4.gpus import parse_gpus
+from vllm_dsv4.options import Options
+from vllm_dsv4.plan import Deployment, Limits, Plan, choose_deployment, plan, released
+
+
+def planned(model: str, gpus: str, nodes: int = 1, **limits: Any) -> Plan:
+    stored, found = released(model), parse_gpus(gpus, nodes)
+    deployment = choose_deployment(found, stored.schema.config)
+    return plan(stored, found, deployment, Limits(limits.pop("context", 1 << 20), **limits))
+
+
+def test_what_fits_for_pro() -> None:
+    b200, h200 = planned("pro", "B200:8"), planned("pro", "H200:8")
+    assert b200.fits
+    assert b200.longest == 1 << 20
+    assert h200.fits
+    assert 100_000 < h200.longest < 1 << 20  # the weights leave 12 GB
+    assert not planned("pro", "H200:4").fits
+    assert not planned("pro", "H100:8").fits
+    two = planned("pro", "H200:8", nodes=2)
+    assert two.longest == 1 << 20
+    assert sum(two.weights.values()) < 0.52 * sum(h200.weights.values())
+    assert planned("flash", "H200:2").fits
+
+
+def test_smaller_steps_and_mtp() -> None:
+    usual = planned("pro", "H200:8")
+    small = planned("pro", "H200:8", max_num_batched_tokens=2048)
+    mtp = planned("pro", "H200:8", mtp=True)
+    assert small.longest > usual.longest > mtp.longest
+    assert sum(mtp.weights.values()) - sum(usual.weights.values()) == mtp.weights["MTP"]
+
+
+def test_memory_adds_up() -> None:
+    found = planned("pro", "H200:8")
+    assert found.usable == int(found.gpus.memory * 0.92)
+    spent = sum(found.weights.values()) + sum(found.buffers.values())
+    assert spent + found.kv_memory == found.usable
+    need = found.cache.request_bytes(found.longest, found.in_flight)
+    assert need <= found.kv_memory < need + found.cache.block_bytes
+
+
+def test_data_parallel_ranks_serve_more_requests() -> None:
+    stored, gpus = released("flash"), parse_gpus("H200:8")
+    limits = Limits(1 << 17)
+    tp = plan(stored, gpus, choose_deployment(gpus, stored.schema.config), limits)
+    dp = plan(stored, gpus, choose_deployment(gpus, stored.schema.config, data_parallel=8), limits)
+    assert dp.weights["routed experts"] == tp.weights["routed experts"]
+    assert dp.weights["attention"] > tp.weights["attention"]
+    assert dp.concurrent > 6 * tp.concurrent
+
+
+def test_what_cannot_be_is_refused() -> None:
+    stored, gpus = released("pro"), parse_gpus("H200:8")
+    with pytest.raises(PlanError, match="parallel sizes of 16 GPUs in all, on 8 x H200"):
+        plan(stored, gpus, Deployment(16), Limits(4096))
+    fused = Deployment(8, expert_parallel=True, mega_moe=True)
+    with pytest.raises(PlanError, match="runs on Blackwell of the data center only, not on H200"):
+        plan(stored, gpus, fused, Limits(4096))
+    assert plan(stored, gpus, fused, Limits(4096), Options(moe_kernel="some")).fits
+    with pytest.raises(OptionError, match="asks for NVFP4"):
+        plan(
+            released("pro", "experts"), gpus, Deployment(8), Limits(1), Options(attn_dtype="nvfp4")
+        )
+
+
+def call(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    register(parser.add_subparsers())
+    arguments = parser.parse_args(["plan", *map(str, words)])
+    code: int = arguments.run(arguments)
+    return code
+
+
+def test_the_usual_places(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--model", "pro") == 0
+    out = capsys.readouterr().out
+    assert "DeepSeek-V4-Pro, full: 905.7 GB of weights, 891.0 without MTP" in out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert any(line.startswith("8 x B200 yes TP 8, EP, MegaMoE 116.0") for line in lines)
+    assert any(line.startswith("8 x H200 partly TP 8, EP 114.0") for line in lines)
+    assert any(line.startswith("2 nodes of 8 x H200 yes TP 8, PP 2, EP") for line in lines)
+
+
+def test_one_place_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "flash", "--stored", "experts", "--gpus", "H200:2", "--tp", 1, "--dp", 2)
+    assert call(*words) == 0
+    out = capsys.readouterr().out
+    assert "TP 1, DP 2, EP" in " ".join(out.split())
+    assert "compressed 4:1" in out
+    assert "146.25" in out
+    assert "allowance" in out
+
+
+def test_json_and_the_exit_code_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--model", "pro", "--gpus", "H100:8", "--json") == 1
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    assert found["fits"] is False
+    assert found["longest_context"] == 0
+    assert found["kv_memory"] < 0
+    assert found["checkpoint_bytes"] == 905_712_532_096
+    assert found["kv_bytes_per_token_and_layer"]["4"] == {"entries": 146.25, "indexer": 33.75}
+
+
+def test_a_folder(checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint("full", "hf")
+    assert call(folder, "--gpus", "B300:2:268", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    assert found["tensor_parallel"] == 2
+    assert found["gpus"]["memory"] == 268 << 30
+    assert found["longest_context"] == 8192  # the tiny model's own
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give a checkpoint folder or --model"),
+        (("x", "--model", "pro"), "give a checkpoint folder or --model"),
+        (("--model", "pro", "--tp", 4), "add --gpus"),
+    ],
+)
+def test_bad_input(
+    words: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("8xB200", "KIND:COUNT"),
+        ("B200:0", "KIND:COUNT"),
+        ("B300:8", "memory of B300 is not known"),
+        ("A100:8:79", "neither Hopper"),
+    ],
+)
+def test_gpus_given_wrongly(given: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_gpus(given)

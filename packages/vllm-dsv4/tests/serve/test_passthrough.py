@@ -1,0 +1,79 @@
+"""What the user has said already, in all the spellings that vLLM takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_dsv4.errors import OptionError
+from vllm_dsv4.passthrough import Passthrough
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tensor-parallel-size", "4"],
+        ["--tensor-parallel-size=4"],
+        ["--tensor_parallel_size", "4"],
+        ["--tensor_parallel_size=4"],
+        ["-tp", "4"],
+        ["-tp=4"],
+        ["--port", "1", "-tp", "2", "--tensor-parallel-size", "4"],
+    ],
+    ids=" ".join,
+)
+def test_one_option_in_many_spellings(words: list[str]) -> None:
+    given = Passthrough(words)
+    assert given.has("tensor-parallel-size")
+    assert given.integer("tensor-parallel-size") == 4
+    assert given.arguments == tuple(words)
+
+
+def test_switches() -> None:
+    assert Passthrough([]).switch("enable-expert-parallel") is None
+    assert Passthrough(["-ep", "--port", "1"]).switch("enable-expert-parallel") is True
+    off = Passthrough(["--enable-expert-parallel", "--no-enable-expert-parallel"])
+    assert off.switch("enable-expert-parallel") is False
+    assert off.has("enable-expert-parallel")
+
+
+def test_words_where_numbers_may_be() -> None:
+    given = Passthrough(["--max-model-len", "auto", "--gpu-memory-utilization", "much", "-n", "2"])
+    assert given.integer("max-model-len") is None
+    assert given.has("max-model-len")
+    assert given.integer("nnodes") == 2
+    with pytest.raises(OptionError, match="--gpu-memory-utilization is 'much'"):
+        given.number("gpu-memory-utilization")
+
+
+def test_json_and_dotted_names() -> None:
+    words = ["--kernel-config", '{"a": 1}', "--kernel_config.moe_backend", "marlin"]
+    given = Passthrough(words)
+    assert given.mapping("kernel-config") == {"a": 1, "moe_backend": "marlin"}
+    assert given.has("kernel-config")
+    assert Passthrough(["--kernel-config.moe_backend=triton"]).mapping("kernel-config") == {
+        "moe_backend": "triton"
+    }
+    for text, message in (("{", "is no JSON"), ("[1]", "a JSON object is needed")):
+        with pytest.raises(OptionError, match=message):
+            Passthrough(["--kernel-config", text]).mapping("kernel-config")
+
+
+def test_an_option_is_left_out() -> None:
+    given = Passthrough(["--a", "1", "--additional_config", "{}", "--b", "--additional-config={}"])
+    assert given.without("additional-config") == ("--a", "1", "--b")
+
+
+def test_a_config_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("tensor_parallel_size: 2\nkernel-config: {moe_backend: marlin}\nport: 1\n")
+    given = Passthrough(["--config", str(file), "--port", "9"])
+    assert given.integer("tensor-parallel-size") == 2
+    assert given.mapping("kernel-config") == {"moe_backend": "marlin"}
+    assert given.integer("port") == 9  # the command line ranks above
+    with pytest.raises(OptionError, match="nothing.yaml"):
+        Passthrough(["--config", str(tmp_path / "nothing.yaml")])
+    file.write_text("- 1\n")
+    with pytest.raises(OptionError, match="no mapping"):
+        Passthrough(["--config", str(file)])
