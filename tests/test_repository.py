@@ -96,7 +96,8 @@ MACHINE = re.compile(
             r"(?<![\w.])/(?:home|Users)/\w+",
             "/" + "root/",
             "/" + "work/",
-            r"\b(?:10|127|192\.168|172\.16)(?:\.\d{1,3}){2,3}\b(?![.\w-])",
+            # The loopback address is every machine's.
+            r"\b(?!127\.0\.0\.1\b)(?:10|127|192\.168|172\.16)(?:\.\d{1,3}){2,3}\b(?![.\w-])",
             r"BEGIN [A-Z ]*PRIVATE " + "KEY",
         ]
     )

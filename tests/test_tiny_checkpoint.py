@@ -1,5 +1,7 @@
 """The trained tiny DeepSeek-V4: complete by the schema, sound, and cast to NVFP4 without a loss."""
 
+import hashlib
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -43,6 +45,19 @@ def test_is_sound_and_its_experts_cast_exactly(tmp_path: Path) -> None:
                 kinds["cast"] += 1
     assert kinds["cast"] == 5 * 16 * 3  # four layers and the MTP layer, w1 w2 w3 of 16 experts
     assert kinds["verbatim"] > 100
+
+
+def test_its_one_fitted_scalar_was_chosen_on_validation_text_alone() -> None:
+    settling = json.loads((TINY / "training.json").read_text())["settling"]
+    factor = json.loads((TINY / "config.json").read_text())["routed_scaling_factor"]
+    assert factor == settling["routed_scaling_factor"]["settled"]
+    losses = settling["losses"]
+    assert min(losses, key=losses.get) == str(factor)
+    assert len(losses) >= 4  # three points of a parabola, and its vertex
+    for excerpt in settling["validation_excerpts"]:
+        first, second = hashlib.sha256(excerpt.partition("+")[0].encode()).digest()[:2]
+        assert first % 16 == 0, excerpt
+        assert second % 2 == 0, excerpt
 
 
 def _bytes(checkpoint: Checkpoint, name: str) -> torch.Tensor:

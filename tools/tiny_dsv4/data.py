@@ -7,6 +7,7 @@ a hash over all of them go into the training record.
 import hashlib
 import sysconfig
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ _SKIPPED_PREFIX = "_sysconfigdata"
 
 HELD_OUT_ONE_IN = 16
 EXCERPT_BYTES = 8192
+
+Side = Literal["training", "validation", "evaluation"]
+#: What `side_of` decides, for the training record.
+RULES = {
+    "validation": f"sha256(path)[0] % {HELD_OUT_ONE_IN} == 0 and sha256(path)[1] % 2 == 0",
+    "evaluation": f"sha256(path)[0] % {HELD_OUT_ONE_IN} == 0 and sha256(path)[1] % 2 == 1",
+}
 
 
 def standard_library() -> dict[str, bytes]:
@@ -37,33 +45,47 @@ def standard_library() -> dict[str, bytes]:
     return modules
 
 
-def is_held_out(name: str) -> bool:
-    """Decide by the path's SHA-256 alone, so that the split is the same on every Python."""
-    return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+def side_of(name: str) -> Side:
+    """Decide by the path's SHA-256 alone, so that the split is the same on every Python.
+
+    Training never reads the other two sides. "validation" is for choosing (settle_tiny_dsv4.py
+    does), "evaluation" for the figures that are reported, and for nothing else.
+    """
+    first, second = hashlib.sha256(name.encode()).digest()[:2]
+    if first % HELD_OUT_ONE_IN:
+        return "training"
+    return "evaluation" if second % 2 else "validation"
 
 
-def excerpts(modules: dict[str, bytes], count: int) -> dict[str, bytes]:
-    """Return the first EXCERPT_BYTES of ``count`` held-out ASCII modules, in order of hash.
+def excerpts(modules: dict[str, bytes], side: Side) -> dict[str, bytes]:
+    """Return the whole EXCERPT_BYTES pieces of that side's ASCII modules, name+offset -> bytes.
 
-    Equal lengths, so that no context window of the evaluation straddles two modules.
+    The first piece of every module in order of hash, then the second of those that have one, and
+    so on: any first few are a fair sample. Equal lengths, so that no context window of the
+    evaluation straddles two modules.
     """
     names = [
         name
         for name, text in modules.items()
-        if is_held_out(name)
+        if side_of(name) == side
         and "test" not in name  # not installed everywhere
-        and len(text) >= EXCERPT_BYTES
         and text.isascii()
     ]
     names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-    return {name: modules[name][:EXCERPT_BYTES] for name in names[:count]}
+    longest = max((len(modules[name]) for name in names), default=0)
+    return {
+        f"{name}+{start}" if start else name: modules[name][start : start + EXCERPT_BYTES]
+        for start in range(0, longest, EXCERPT_BYTES)
+        for name in names
+        if len(modules[name]) >= start + EXCERPT_BYTES
+    }
 
 
 def training_stream(modules: dict[str, bytes]) -> Tensor:
-    """Return all other modules as one int16 tensor: BOS, bytes, EOS, BOS, bytes, ..."""
+    """Return the training side as one int16 tensor: BOS, bytes, EOS, BOS, bytes, ..."""
     parts = []
     for name, text in modules.items():
-        if not is_held_out(name):
+        if side_of(name) == "training":
             body = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
             parts += [torch.tensor([BOS]), body.long(), torch.tensor([EOS])]
     return torch.cat(parts).to(torch.int16)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
@@ -167,6 +167,35 @@ def official_tensors(model: TinyDSV4) -> dict[str, Tensor]:
             for part, weight in parts if fused == "gate_up_proj" else (("w2", expert),):
                 put(f"{folder}.{i}.{part}.weight", kind, weight)
     return {name: tensor.cpu().contiguous() for name, tensor in sorted(out.items())}
+
+
+def read(folder: Path, model: TinyDSV4) -> None:
+    """Fill the model and its MTP layer with the dequantized weights of its checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+
+    def get(name: str, kind: Kind) -> Tensor:
+        weight = tensors[name]
+        if kind not in ("fp8", "mxfp4"):
+            return weight
+        exponent = tensors[name.removesuffix("weight") + "scale"].view(torch.uint8).int() - 127
+        scale = torch.exp2(exponent.float())
+        if kind == "fp8":
+            return weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        nibbles = torch.stack([weight.view(torch.uint8) & 15, weight.view(torch.uint8) >> 4], -1)
+        values = torch.cat([_E2M1, -_E2M1])[nibbles.flatten(-2).int()]
+        return values * scale.repeat_interleave(32, -1)
+
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            kind, target = kind_of(name), official_name(name)
+            if kind != "mxfp4":
+                tensor.copy_(get(target, kind))
+                continue
+            folder_name, _, fused = target.rpartition(".")
+            parts = ("w1", "w3") if fused == "gate_up_proj" else ("w2",)
+            for i, expert in enumerate(tensor):
+                matrices = [get(f"{folder_name}.{i}.{part}.weight", kind) for part in parts]
+                expert.copy_(torch.cat(matrices))
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from nvfp4_codec.checkpoint.header import shown
+from nvfp4_codec.checkpoint.header import shown, some_names
 from nvfp4_codec.checkpoint.reader import Checkpoint
 from nvfp4_codec.checkpoint.writer import write_small
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
@@ -24,7 +24,7 @@ from .calibration.bf16_source import check_source, load_model
 from .calibration.capture import Facts, Recorder
 from .calibration.memory import Room, check_memory, measure_need, measure_room
 from .calibration.samples import read_texts
-from .errors import CalibrationError, SnapshotError, VersionError, some_names
+from .errors import CalibrationError, SnapshotError, VersionError
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -38,6 +38,12 @@ _SNAPSHOT_BYTES: Final = 1 << 24  # DeepSeek-V4-Pro's has 12 MB
 _KV_FP8_CAST: Final = {
     "quantizer_name": "*[kv]_bmm_quantizer",
     "cfg": {"num_bits": (4, 3), "use_constant_amax": True},
+}
+
+_COUNTS: Final = {
+    "num_samples": "--samples",
+    "sequence_length": "--sequence-length",
+    "batch_size": "--batch-size",
 }
 
 
@@ -61,13 +67,13 @@ class CalibrationOptions:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "sequence_length", "batch_size"):
-            if getattr(self, name) < 1:
-                raise CalibrationError(f"{name} is {getattr(self, name)}; at least 1 is needed.")
+        for name, flag in _COUNTS.items():
+            if (count := getattr(self, name)) < 1:
+                raise CalibrationError(f"{name} ({flag}) is {count}; at least 1 is needed.")
         if not 0 < self.memory_fraction < 1:
             raise CalibrationError(
-                f"memory_fraction is {self.memory_fraction}; weights may take a part of the "
-                "memory, between 0 and 1, and work needs the rest."
+                f"memory_fraction (--memory-fraction) is {self.memory_fraction}; weights may take "
+                "a part of the memory, between 0 and 1, and work needs the rest."
             )
         if self.checkpoint_dir is not None and not self.layerwise:
             raise CalibrationError(
@@ -181,11 +187,16 @@ def finish(recorder: Recorder, started: float) -> CalibrationReport:
         tuple(recorder.uncalibrated()),
         snapshot.unseen_experts,
     )
-    for what, names in (
-        ("quantizers have no usable amax", report.uncalibrated),
-        ("experts were reached by no token; their layer's amax stands in", report.unseen_experts),
+    for one, many, names in (
+        ("quantizer has no usable amax", "quantizers have no usable amax", report.uncalibrated),
+        (
+            "expert was reached by no token; its layer's amax stands in",
+            "experts were reached by no token; their layer's amax stands in",
+            report.unseen_experts,
+        ),
     ):
         if names:
+            what = one if len(names) == 1 else many
             logger.warning("%d %s: %s", len(names), what, some_names(names))
     return report
 

@@ -84,20 +84,23 @@ class Snapshot:
         Raises SnapshotError naming the file, the key and the fix.
         """
         path = Path(path)
+        where = str(path)
         if path.is_dir():
-            raise SnapshotError(f"file {shown(str(path))}: a folder; give the snapshot file in it.")
+            raise SnapshotError(f"file {shown(where)}: a folder; give the snapshot file in it.")
         try:
             with Checkpoint.open(path) as file:
                 metadata = dict(file.headers[path.name].metadata)
-                _check_metadata(metadata, path.name)
+                _check_metadata(metadata, where)
                 for info in file:
                     if info.dtype != "F32":
                         what = f"dtype {info.dtype}; a snapshot holds F32. Calibrate again."
-                        raise _problem(what, path.name, info.name)
+                        raise _problem(what, where, info.name)
                 snapshot = cls({info.name: file.tensor(info.name) for info in file}, metadata)
         except CheckpointError as error:
-            raise SnapshotError(str(error)) from None
-        snapshot._check(path.name)
+            # the codec names the file alone, as it would a shard
+            text = str(error).removeprefix(f"file {error.file}")
+            raise SnapshotError(f"file {shown(where)}{text}" if error.file else text) from None
+        snapshot._check(where)
         return snapshot
 
     def save(self, path: str | Path) -> None:
@@ -108,8 +111,8 @@ class Snapshot:
         """
         metadata = {**self.metadata, "format": FORMAT, "version": VERSION}
         path = Path(path)
-        _check_metadata(metadata, path.name)
-        self._check(path.name)
+        _check_metadata(metadata, str(path))
+        self._check(str(path))
         specs = [TensorSpec(name, "F32", tuple(t.shape)) for name, t in self.amax.items()]
         with ShardWriter(path, specs, metadata) as writer:
             for name, tensor in self.amax.items():

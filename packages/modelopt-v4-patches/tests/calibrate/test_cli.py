@@ -39,7 +39,8 @@ def test_shows_what_the_snapshot_holds(
         ([], "--dataset FILE.jsonl is missing"),
         (["--hf-ptq", "--recipe", "x"], "--hf-ptq and --modelopt-export go with --modelopt-repo"),
         (["--modelopt-export", "x"], "--hf-ptq and --modelopt-export go with --modelopt-repo"),
-        (["--samples", "0"], "num_samples is 0; at least 1 is needed"),
+        (["--samples", "0"], "num_samples (--samples) is 0; at least 1 is needed"),
+        (["--memory-fraction", "1.5"], "memory_fraction (--memory-fraction) is 1.5; weights"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -49,7 +50,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert message in capsys.readouterr().err
 
 
-def test_help_says_that_the_repository_is_executed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_it_has_to(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["calibrate", "--help"])
-    assert "EXECUTES its hf_ptq.py" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "EXECUTES its hf_ptq.py" in shown
+    assert "without scales (fp8_cast)" in shown
+    assert "random numbers (1234)" in shown

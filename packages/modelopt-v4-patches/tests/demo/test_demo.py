@@ -83,11 +83,22 @@ def test_a_sound_result_has_no_faults() -> None:
             "modelopt's coverage, activations: perplexity may be 0.5% above",
         ),
         (
+            compared("weight-only", perplexity=Difference(0.002, 0.0001, 0.004)),
+            "modelopt's coverage, weight-only: perplexity is worse than modelopt's own export's",
+        ),
+        (
+            compared("weight-only", perplexity=Difference(math.nan, math.nan, 0.004)),
+            "modelopt's coverage, weight-only: perplexity is worse",
+        ),
+        (
             compared("weight-only", shift=Difference(math.nan, math.nan, math.nan)),
             "modelopt's coverage, weight-only: not closer",
         ),
     ],
-    ids=["experts", "mtp", "findings", "snapshot", "bf16", "unbroken", "nan", "worse", "farther"],
+    ids=[
+        *("experts", "mtp", "findings", "snapshot", "bf16", "unbroken", "nan"),
+        *("much worse", "worse", "not a number", "farther"),
+    ],
 )
 def test_each_broken_promise_is_a_fault(result: demo.Result, fault: str) -> None:
     found = demo.faults(result)
@@ -122,16 +133,21 @@ def test_equal_models_run_once(
 
 
 def test_the_table_says_what_it_has_to(capsys: pytest.CaptureFixture[str]) -> None:
-    command._show(sound(), ["one fault"])
+    garbled = demo.Quality(487.6823, Difference(484.9, 435.4222, 535.664), 5.2409)
+    command._show(changed(BROKEN[1], weight_only=garbled, activations=garbled), ["one fault"])
     shown = capsys.readouterr().out
-    cells = {
-        cell[0]: cell for line in shown.splitlines() if (cell := re.split("  +", line.strip()))
-    }
+    cells: dict[str, list[list[str]]] = {}
+    for line in shown.splitlines():
+        cell = re.split("  +", line.strip())
+        cells.setdefault(cell[0], []).append(cell[1:])
     quality = ["2.9500", "-0.0100 to +0.0100", "0.0700"]
     sqnr = ["20.5", "exact", "exact", "exact", "exact"]
-    assert cells[FULL] == [FULL, "10.00", "0", *sqnr, *quality, *quality, "0"]
-    assert cells[MODELOPT][2] == "6.76%"
-    assert len(cells[BROKEN[0]]) == len(cells[FULL]) - 1  # validate was not asked
+    assert cells[FULL] == [["10.00", "0", *sqnr, "0"], [*quality, *quality]]
+    assert cells[MODELOPT][0][1] == "6.76%"
+    assert len(cells[BROKEN[0]][0]) == len(cells[FULL][0]) - 1  # validate was not asked
+    assert cells[BROKEN[1]][1][1] == "+435.4 to +535.7"
+    assert "left out" not in shown
+    assert max(map(len, shown.splitlines())) <= 120
     expected = "weight-only: perplexity +0.0020 (95 %: -0.0030 to +0.0140), shift -0.0100 (95 %"
     assert expected in shown
     assert "modelopt's own export makes the experts 3.3% smaller" in shown

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from nvfp4_codec.checkpoint.files import inside, read_small, strict_json
-from nvfp4_codec.checkpoint.header import shown
+from nvfp4_codec.checkpoint.header import shown, some_names
 from nvfp4_codec.checkpoint.reader import Checkpoint
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
 
-from ..errors import CalibrationError, some_names
+from ..errors import CalibrationError
 from .memory import Room, max_memory
 
 _STORED_DTYPES: Final = frozenset(("BF16", "F32", "I64"))

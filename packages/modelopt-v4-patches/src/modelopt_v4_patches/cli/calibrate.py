@@ -50,11 +50,22 @@ def register(commands: Commands) -> None:
         default=0.7,
         help="of each device's free memory, for weights (%(default)s)",
     )
-    parser.add_argument("--kv-cache", choices=("fp8_cast", "none"), default="fp8_cast")
+    parser.add_argument(
+        "--kv-cache",
+        choices=("fp8_cast", "none"),
+        default="fp8_cast",
+        help="fp8_cast: calibrate with the KV cache cast to FP8, without scales (%(default)s)",
+    )
     parser.add_argument(
         "--device", choices=("auto", "cpu"), default="auto", help="auto: all GPUs, if there are any"
     )
-    parser.add_argument("--seed", type=int, metavar="N", default=1234)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        default=1234,
+        help="of torch's random numbers (%(default)s); not passed on to hf_ptq.py",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a complete snapshot")
     parser.add_argument(
         "--layerwise",

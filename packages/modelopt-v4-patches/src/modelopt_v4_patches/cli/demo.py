@@ -1,4 +1,4 @@
-"""``dsv4-quantize demo``: the whole pipeline on a small trained model, and one table.
+"""``dsv4-quantize demo``: the whole pipeline on a small trained model, and a table in two parts.
 
 ``--json``: rows [{name, bytes, expert_error, expert_gain, sqnr {part: dB}, weight_only and
 activations {perplexity, difference {value, low, high}, shift}, findings}], against_modelopt {mode:
@@ -92,23 +92,28 @@ def _quiet(debug: bool) -> Iterator[None]:
 
 
 def _show(result: Result, faults: list[str]) -> None:
-    heads = (
-        *("checkpoint", "MB", "expert error", *_PARTS),
-        *("perplexity", "change, 95 %", "shift"),
-        *("W+A perplexity", "W+A change, 95 %", "W+A shift", "findings"),
+    # In two parts, each of less than 120 columns: a pipe has no width to fold to.
+    of_weights = ("checkpoint", "MB", "expert error", *_PARTS, "findings")
+    optional = ("findings", *_PARTS[::-1], "MB")
+    show_table(of_weights, [_weight_cells(row) for row in result.rows], left=1, optional=optional)
+    say("expert error: ||w - official|| / ||official||; attn to compressor: SQNR likewise, in dB")
+    of_quality = (
+        *("checkpoint", "perplexity", "change, 95 %", "shift"),
+        *("W+A perplexity", "W+A change, 95 %", "W+A shift"),
     )
-    optional = (*_PARTS[::-1], "findings", "shift", "W+A shift", "MB")
-    show_table(heads, [_cells(row) for row in result.rows], left=1, optional=optional)
+    rows = [
+        [row.name, *_quality_cells(row.weight_only), *_quality_cells(row.activations)]
+        for row in result.rows
+    ]
+    show_table(of_quality, rows, left=1, optional=("shift", "W+A shift"))
     say(
-        "expert error: ||w - official|| / ||official||; attn to compressor: SQNR likewise, in dB\n"
         "change: of perplexity, from the official weights; shift: mean |change of a token's loss|\n"
         "W+A: activations rounded as well, as a Blackwell GPU does (NVFP4 at NVFP4, FP8 at FP8)"
     )
+    say("ours at modelopt's coverage minus modelopt's own export:")
     for mode, found in result.against_modelopt.items():
-        say(
-            f"ours at modelopt's coverage minus modelopt's export, {mode}: "
-            f"perplexity {_signed(found.perplexity)}, shift {_signed(found.shift)}"
-        )
+        perplexity, shift = _signed(found.perplexity), _signed(found.shift)
+        say(f"  {mode}: perplexity {perplexity}, shift {shift}")
     for row in result.rows:
         if 0.5 < (gain := row.weights.expert_gain) < 0.999:
             say(f"{row.name} makes the experts {1 - gain:.1%} smaller")
@@ -119,15 +124,13 @@ def _show(result: Result, faults: list[str]) -> None:
         say(f"FAULT: {fault}")
 
 
-def _cells(row: Row) -> list[str]:
+def _weight_cells(row: Row) -> list[str]:
     error = row.weights.error("experts")
     return [
         row.name,
         f"{row.nbytes / 1e6:.2f}",
         "0" if error == 0 else f"{error:.2%}" if error < 10 else f"{error:.0e}",
         *(f"{row.weights.sqnr[part]:.1f}".replace("inf", "exact") for part in _PARTS),
-        *_quality_cells(row.weight_only),
-        *_quality_cells(row.activations),
         "" if row.findings is None else str(row.findings),
     ]
 
@@ -135,7 +138,8 @@ def _cells(row: Row) -> list[str]:
 def _quality_cells(quality: Quality) -> tuple[str, str, str]:
     change = quality.difference
     equal = change.value == change.low == change.high == 0
-    interval = f"{change.low:+.4f} to {change.high:+.4f}"
+    decimals = 4 if max(abs(change.low), abs(change.high)) < 10 else 1
+    interval = f"{change.low:+.{decimals}f} to {change.high:+.{decimals}f}"
     return f"{quality.perplexity:.4f}", "equal" if equal else interval, f"{quality.shift:.4f}"
 
 

@@ -1,25 +1,29 @@
 """Text that every machine with Python has: the standard library's sources, in a fixed split.
 
-Measuring and calibrating must not see the same text, so a module belongs to one side by the
-SHA-256 of its path alone, on every Python alike. The rule is the one by which the tiny test model
-was trained (tools/tiny_dsv4/data.py): what is held out here was held out there. The texts
-themselves differ a little between Python versions; their licence is PSF-2.0.
+A module belongs to one of three sides by the SHA-256 of its path alone, on every Python alike. A
+first byte that 16 divides holds it out; then an even second byte makes it validation, an odd one
+evaluation. Calibration reads the training side, every perplexity the evaluation side. The rule is
+the one by which the tiny test model was trained and settled (tools/tiny_dsv4/data.py): nothing of
+it, weights or config, was chosen on the evaluation side. The texts themselves differ a little
+between Python versions; their licence is PSF-2.0.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DSV4Error
 
-#: The held-out side has one module in so many, and gives this much of each.
+Side = Literal["training", "validation", "evaluation"]
+
+#: The held-out sides have one module in so many, and give it in pieces of this size.
 HELD_OUT_ONE_IN = 16
 EXCERPT_BYTES = 8192
 
@@ -28,33 +32,34 @@ _SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "encodings", "site-packages"
 _SKIPPED_PREFIX = "_sysconfigdata"
 
 
-def is_held_out(name: str) -> bool:
-    """Whether the module at this path (relative to the standard library) is for measuring."""
-    return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+def side_of(name: str) -> Side:
+    """What the module at this path (relative to the standard library) is for."""
+    first, second = hashlib.sha256(name.encode()).digest()[:2]
+    if first % HELD_OUT_ONE_IN:
+        return "training"
+    return "evaluation" if second % 2 else "validation"
 
 
-def held_out_excerpts(names: Iterable[str] | None = None) -> dict[str, bytes]:
-    """The first EXCERPT_BYTES of every held-out ASCII module that has them, path -> bytes.
+def held_out_excerpts(side: Side = "evaluation") -> dict[str, bytes]:
+    """The whole EXCERPT_BYTES pieces of that side's ASCII modules, name+offset -> bytes.
 
-    In order of the paths' SHA-256, so that any first few are a fair sample. ``names`` asks for
-    these modules instead; DSV4Error if this Python lacks one.
+    The first piece of every module in order of the paths' SHA-256, then the second of those that
+    have one, and so on, so that any first few are a fair sample.
     """
-    modules = _long_ascii_modules(held_out=True)
-    if names is None:
-        return dict(modules)
-    wanted = list(names)
-    if missing := [name for name in wanted if name not in modules]:
-        raise DSV4Error(
-            f"this Python's standard library has no held-out module {missing[0]!r} of "
-            f"{EXCERPT_BYTES} bytes; it has {len(modules)} others"
-        )
-    return {name: modules[name] for name in wanted}
+    modules = _long_ascii_modules(side)
+    longest = max(map(len, modules.values()), default=0)
+    return {
+        f"{name}+{start}" if start else name: text[start : start + EXCERPT_BYTES]
+        for start in range(0, longest, EXCERPT_BYTES)
+        for name, text in modules.items()
+        if len(text) >= start + EXCERPT_BYTES
+    }
 
 
 def held_out_windows(
-    count: int, length: int = 4096, names: Iterable[str] | None = None
+    num_windows: int, length: int = 4096, side: Side = "evaluation"
 ) -> NDArray[np.int64]:
-    """``count`` windows of held-out text, one token per byte, int64 ``[count, length]``.
+    """``num_windows`` windows of that side, one token per byte, int64 ``[num_windows, length]``.
 
     No window crosses from one module into another. The first windows are those of the first
     excerpts (see `held_out_excerpts`). Raises DSV4Error for more windows than there is text, or a
@@ -62,20 +67,22 @@ def held_out_windows(
     """
     if not 0 < length <= EXCERPT_BYTES or EXCERPT_BYTES % length:
         raise DSV4Error(f"windows of {length} bytes do not divide excerpts of {EXCERPT_BYTES}")
-    text = b"".join(held_out_excerpts(names).values())
+    text = b"".join(held_out_excerpts(side).values())
     windows = np.frombuffer(text, dtype=np.uint8).reshape(-1, length).astype(np.int64)
-    if not 0 < count <= len(windows):
-        raise DSV4Error(f"{count} windows were asked for; there are {len(windows)} of {length}")
-    return windows[:count]
+    if not 0 < num_windows <= len(windows):
+        raise DSV4Error(
+            f"{num_windows} windows were asked for; there are {len(windows)} of {length}"
+        )
+    return windows[:num_windows]
 
 
 def calibration_texts(count: int, length: int = 512) -> list[str]:
-    """``count`` pieces of ``length`` ASCII characters from the side that is not held out.
+    """``count`` pieces of ``length`` ASCII characters from the training side.
 
     From different modules, in order of the paths' SHA-256, each from its module's middle: the
     beginnings are much alike. Raises DSV4Error for more pieces than there are modules.
     """
-    modules = _long_ascii_modules(held_out=False)
+    modules = _long_ascii_modules("training")
     if not 0 < count <= len(modules) or not 0 < length <= EXCERPT_BYTES // 2:
         raise DSV4Error(
             f"{count} texts of {length} characters were asked for; there are {len(modules)} of at "
@@ -86,8 +93,8 @@ def calibration_texts(count: int, length: int = 512) -> list[str]:
     return [text[middle : middle + length].decode("ascii") for text in chosen]
 
 
-@lru_cache(maxsize=2)
-def _long_ascii_modules(*, held_out: bool) -> dict[str, bytes]:
+@lru_cache(maxsize=3)
+def _long_ascii_modules(side: Side) -> dict[str, bytes]:
     root = Path(sysconfig.get_path("stdlib"))
     found = {}
     for path in root.rglob("*.py"):
@@ -99,11 +106,10 @@ def _long_ascii_modules(*, held_out: bool) -> dict[str, bytes]:
             or any(folder.startswith("config-") for folder in folders)
             or relative.name.startswith(_SKIPPED_PREFIX)
             or "test" in name  # not installed everywhere
-            or is_held_out(name) is not held_out
+            or side_of(name) != side
         ):
             continue
-        text = path.read_bytes()[:EXCERPT_BYTES]
-        # ASCII as a whole file, as in training: the excerpt's own bytes are not enough.
-        if len(text) == EXCERPT_BYTES and path.read_bytes().isascii():
+        text = path.read_bytes()
+        if len(text) >= EXCERPT_BYTES and text.isascii():
             found[name] = text
     return dict(sorted(found.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest()))
