@@ -27,7 +27,7 @@ from train_tiny_dsv4 import CONFIG, mtp_hits, nlls, save, say, windows
 STEP = 0.05  # of the trained factor, between the three points of a parabola
 DECIMALS = 2
 CONTEXT = 4096
-MTP_WINDOWS = 8
+MTP_WINDOWS = 4
 
 
 def main() -> None:
@@ -55,9 +55,10 @@ def main() -> None:
 
     chosen = line_search(loss, trained)
     mtp = {}
-    for factor in (trained, chosen):
-        set_factor(model, factor)
-        mtp[str(factor)] = mtp_hits(model, ids[:MTP_WINDOWS])
+    with torch.inference_mode():  # a graph over whole windows would take tens of gigabytes
+        for factor in (trained, chosen):
+            set_factor(model, factor)
+            mtp[str(factor)] = mtp_hits(model, ids[:MTP_WINDOWS])
     record["settling"] = {
         "what": "routed_scaling_factor, of all layers alike, by line search of the validation loss",
         "routed_scaling_factor": {"trained": trained, "settled": chosen},
@@ -66,7 +67,7 @@ def main() -> None:
         "validation_sha256": data.digest(excerpts),
         "windows": list(ids.shape),
         "losses": {str(factor): round(value, 6) for factor, value in sorted(losses.items())},
-        "mtp": mtp,
+        f"mtp_on_{MTP_WINDOWS}_windows": mtp,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -77,7 +78,7 @@ def main() -> None:
     config["routed_scaling_factor"] = chosen
     save(args.folder, record)
     (args.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    say(f"settled on {chosen}: {json.dumps(record['settling']['mtp'])}")
+    say(f"settled on {chosen}; MTP: {json.dumps(mtp)}")
 
 
 def line_search(loss: Callable[[float], float], start: float) -> float:

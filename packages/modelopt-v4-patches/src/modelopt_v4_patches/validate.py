@@ -16,27 +16,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from nvfp4_codec.checkpoint.families import natural_key
-from nvfp4_codec.checkpoint.header import shown
-from nvfp4_codec.checkpoint.rewrite import read_config
-from nvfp4_codec.checkpoint.verify import Finding
-from nvfp4_codec.errors import CheckpointError
-from nvfp4_codec.schemas.deepseek_v4 import Entry, Role
-from nvfp4_codec.schemas.deepseek_v4.checks.folder import check_files
-from nvfp4_codec.schemas.deepseek_v4.checks.names import (
+from nvfp4_codec.checkpoint.deepseek_v4.folder import check_files
+from nvfp4_codec.checkpoint.deepseek_v4.names import (
     check_headers,
     check_names,
     check_packing,
     match,
 )
-from nvfp4_codec.schemas.deepseek_v4.checks.quantization import (
+from nvfp4_codec.checkpoint.deepseek_v4.quantization import (
     check_entries,
     check_older,
     check_promises,
 )
-from nvfp4_codec.schemas.deepseek_v4.checks.stored import Model
-from nvfp4_codec.schemas.deepseek_v4.checks.structure import check_same_model
-from nvfp4_codec.schemas.deepseek_v4.checks.values import (
+from nvfp4_codec.checkpoint.deepseek_v4.stored import Model
+from nvfp4_codec.checkpoint.deepseek_v4.structure import check_same_model
+from nvfp4_codec.checkpoint.deepseek_v4.values import (
     Result,
     Sample,
     collect,
@@ -44,6 +38,12 @@ from nvfp4_codec.schemas.deepseek_v4.checks.values import (
     sampled,
     work,
 )
+from nvfp4_codec.checkpoint.families import natural_key
+from nvfp4_codec.checkpoint.header import shown
+from nvfp4_codec.checkpoint.rewrite import read_config
+from nvfp4_codec.checkpoint.verify import Finding
+from nvfp4_codec.errors import CheckpointError
+from nvfp4_codec.schemas.deepseek_v4 import Entry, Role
 from nvfp4_codec.schemas.deepseek_v4.names import TEMPLATES
 
 from .checks.calibration import Coverage, check_snapshot, is_snapshot

@@ -253,8 +253,8 @@ def test_a_complete_snapshot_is_not_replaced(
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"num_samples": 0}, "num_samples is 0"),
-        ({"memory_fraction": 1.0}, "memory_fraction is 1.0"),
+        ({"num_samples": 0}, r"num_samples \(--samples\) is 0"),
+        ({"memory_fraction": 1.0}, r"memory_fraction \(--memory-fraction\) is 1.0"),
         ({"checkpoint_dir": Path("state")}, "for layerwise calibration"),
     ],
 )

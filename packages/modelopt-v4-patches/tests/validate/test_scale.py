@@ -14,7 +14,7 @@ import pytest
 
 from modelopt_v4_patches.executor import Executor, LocalProcesses
 from modelopt_v4_patches.validate import examine
-from nvfp4_codec.schemas.deepseek_v4.checks import values
+from nvfp4_codec.checkpoint.deepseek_v4 import values
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,7 +47,7 @@ def test_workers_find_what_one_process_finds(
 
 
 def test_tasks_are_bounded_and_cover_everything_once(healthy, write, tmp_path, monkeypatch):
-    from nvfp4_codec.schemas.deepseek_v4.checks.stored import Model
+    from nvfp4_codec.checkpoint.deepseek_v4.stored import Model
 
     monkeypatch.setattr(values, "_TASK_BYTES", 1 << 19)
     with Model.open(write(healthy["full"], tmp_path / "c", shards=2)) as model:

@@ -23,7 +23,7 @@ _OTHERS = {
 def written() -> set[str]:
     """Every text in the checks' sources that looks like a code."""
     files = [
-        *(CODEC / "schemas" / "deepseek_v4" / "checks").glob("*.py"),
+        *(CODEC / "checkpoint" / "deepseek_v4").glob("*.py"),
         *(CODEC / "checkpoint" / f"{name}.py" for name in _CHECKS),
         *(file for file in DOCTOR.glob("*.py") if file.name != "catalogue.py"),
     ]

@@ -99,6 +99,15 @@ def test_a_module_that_is_quantized_and_ignored(check, only):
     assert (found.code, found.level) == ("config-contradicts-itself", "handled")
 
 
+def test_two_keys_for_the_kv_cache(check, only):
+    def change(content: Any) -> None:
+        content.quantization["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+        content.quantization["kv_cache_quant_algo"] = "NVFP4"
+
+    found = only(check(change))
+    assert (found.code, found.level) == ("kv-cache-disagrees", "handled")
+
+
 def test_a_key_that_the_reference_has_otherwise(check, only, tiny):
     found = only(check(put("routed_scaling_factor", 2.5), reference=tiny))
     assert (found.code, found.tensor) == ("config-differs", "routed_scaling_factor")

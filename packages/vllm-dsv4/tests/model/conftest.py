@@ -22,7 +22,6 @@ class Vllm:
     """The vLLM process. ``unimported`` is what `inside.registered` said before it was warm."""
 
     harness: Harness
-    folder: Path
     unimported: Mapping[str, Any]
 
     def call(self, function: str, **keywords: Any) -> Any:
@@ -39,14 +38,13 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     try:
-        folder = tmp_path_factory.mktemp("vllm")
-        harness = Harness(folder)
+        harness = Harness(tmp_path_factory.mktemp("vllm"))
     except StandInError as error:
         pytest.skip(str(error))
     with harness:
         unimported = harness.call(INSIDE, "registered")
         harness.warm()
-        yield Vllm(harness, folder, unimported)
+        yield Vllm(harness, unimported)
 
 
 @pytest.fixture(scope="session")

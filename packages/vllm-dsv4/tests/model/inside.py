@@ -13,13 +13,28 @@ def registered() -> dict[str, Any]:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    first = _registries()
     imported = [name for name in sys.modules if name.startswith(("vllm.models", "vllm_dsv4"))]
+    first = _registries()
 
     from vllm_dsv4.plugin import register
 
     register()
     return {"first": first, "second": _registries(), "imported": imported}
+
+
+def _inspect_here() -> None:
+    """vLLM inspects each model class in a process of its own; once is tested, and takes long."""
+    from vllm.model_executor.models import registry
+
+    vars(registry)["_run_in_subprocess"] = lambda function: function()
+
+
+def inspected(folder: Path, cache: Path) -> None:
+    """vLLM inspects the class for a checkpoint and writes what it found below ``cache``."""
+    os.environ["VLLM_CACHE_ROOT"] = str(cache)
+    from vllm_dsv4.testing.harness import engine_config
+
+    engine_config(folder)
 
 
 def _registries() -> dict[str, Any]:
@@ -46,6 +61,7 @@ def with_another_vllm(folder: Path, version: str) -> dict[str, Any]:
     """What a vLLM of this version would say to a checkpoint, and what it has of ours."""
     from vllm_dsv4 import compat
 
+    _inspect_here()
     vars(compat)["version"] = lambda package: version
     from vllm.plugins import load_general_plugins
 
@@ -67,6 +83,7 @@ def load(without_plugin: bool = False, **keywords: Any) -> Any:
     """`vllm_dsv4.testing.harness.load`."""
     if without_plugin:
         os.environ["VLLM_PLUGINS"] = os.environ["VLLM_PLUGINS"].partition(",")[0]
+    _inspect_here()
     from vllm_dsv4.testing.harness import load
 
     return load(**keywords)
@@ -74,6 +91,7 @@ def load(without_plugin: bool = False, **keywords: Any) -> Any:
 
 def load_ranks(ranks: list[int], **keywords: Any) -> list[Any]:
     """The same for several ranks, one after another."""
+    _inspect_here()
     from vllm_dsv4.testing.harness import load
 
     return [load(rank=rank, **keywords) for rank in ranks]
@@ -83,6 +101,7 @@ def configured(**keywords: Any) -> dict[str, Any]:
     """What vLLM's config says of a checkpoint, and what was logged as a warning meanwhile."""
     import logging
 
+    _inspect_here()
     from vllm_dsv4.testing.harness import engine_config
 
     messages: list[str] = []
@@ -102,6 +121,7 @@ def configured(**keywords: Any) -> dict[str, Any]:
 
 def l2_activation_scales(**keywords: Any) -> Any:
     """What vLLM's MegaMoE experts quantize their second input with, by layer."""
+    _inspect_here()
     from vllm_dsv4.testing.harness import load
 
     def inspect(model: Any) -> dict[str, Any]:
@@ -127,6 +147,7 @@ def with_backend(site: str, **keywords: Any) -> dict[str, Any]:
     """Loads a model whose experts run on the toy backend, and runs the experts of every layer."""
     import torch
 
+    _inspect_here()
     sys.path.insert(0, site)
     from vllm_dsv4.kernel_experts import KernelExperts
     from vllm_dsv4.testing.harness import load
@@ -151,6 +172,7 @@ def with_backend(site: str, **keywords: Any) -> dict[str, Any]:
 
 def load_damaged(damage: str, **keywords: Any) -> None:
     """Loads with a mistake somewhere on the way."""
+    _inspect_here()
     import torch
 
     from vllm_dsv4.testing.harness import load
@@ -191,6 +213,7 @@ def load_damaged(damage: str, **keywords: Any) -> None:
 
 def travelled(folder: Path) -> dict[str, Any]:
     """What a worker, which gets vLLM's config by pickle, knows of a checkpoint it cannot read."""
+    _inspect_here()
     import pickle
 
     from vllm.config import set_current_vllm_config

@@ -44,10 +44,10 @@ def test_it_imports_no_model(vllm: Vllm) -> None:
 
 
 def test_vllm_inspects_our_class_in_a_process_of_its_own(
-    vllm: Vllm, load: Any, tmp_path_factory: pytest.TempPathFactory
+    vllm: Vllm, checkpoint: Any, tmp_path: Path
 ) -> None:
-    load("full")
-    (found,) = vllm.folder.glob("cache/modelinfos/vllm_dsv4-model-*.json")
+    vllm.call("inspected", folder=checkpoint("full"), cache=tmp_path)
+    (found,) = tmp_path.glob("modelinfos/vllm_dsv4-model-*.json")
     info = json.loads(found.read_text())["modelinfo"]
     assert info["architecture"] == "DSV4ForCausalLM"
 

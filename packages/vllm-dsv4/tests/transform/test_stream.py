@@ -337,6 +337,9 @@ class TestPadding:
             for part in ("weight", "weight_scale", "scale"):
                 if f"{module}.{part}" in plain.out:
                     assert wide.out[f"{module}.{part}"].shape[dim] % tp == 0
+            if f"{module}.scale" in wide.out:
+                blocks = wide.out[f"{module}.scale"].narrow(dim, 1, tp - 1)
+                assert bool((blocks.view(torch.uint8) == 127).all())  # one, as E8M0; never NaN
         assert wide.report.padded > 0
 
     def test_nothing_else_is_widened(self, run, oracle):

@@ -153,5 +153,8 @@ CATALOGUE: Final[dict[str, Row]] = {
     "config-other-names": Row(
         "Stock vLLM applies the entries to no module; the plugin translates them.", "transform"
     ),
+    "kv-cache-disagrees": Row(
+        "The KV cache is FP8 or BF16 depending on who reads it; --kv-cache-dtype decides.", "always"
+    ),
     "config-differs": Row("The model is run with other settings than it was trained with."),
 }

@@ -6,9 +6,9 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from nvfp4_codec.checkpoint.deepseek_v4.quantization import OLDER
+from nvfp4_codec.checkpoint.deepseek_v4.structure import problem
 from nvfp4_codec.checkpoint.verify import Finding
-from nvfp4_codec.schemas.deepseek_v4.checks.quantization import OLDER
-from nvfp4_codec.schemas.deepseek_v4.checks.structure import problem
 
 from ..stored import complete_config
 
@@ -54,6 +54,8 @@ def _refined(finding: Finding, derived: Container[str]) -> Finding:
     """What nothing else in the folder settles gets a code of its own. derived: filled keys."""
     if finding.code == "config-missing-key" and finding.tensor not in derived:
         return replace(finding, code="config-lost-key")
+    if finding.tensor == f"{_BLOCK}.kv_cache_quant_algo":
+        return replace(finding, code="kv-cache-disagrees")
     if finding.file == OLDER:
         return replace(finding, code="older-config-disagrees")
     if finding.code == "config-disagrees" and finding.tensor in _STRUCTURE:

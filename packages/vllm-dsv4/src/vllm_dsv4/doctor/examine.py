@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+from nvfp4_codec.checkpoint.deepseek_v4.folder import check_files
+from nvfp4_codec.checkpoint.deepseek_v4.quantization import check_entries, check_older
+from nvfp4_codec.checkpoint.deepseek_v4.stored import Model
+from nvfp4_codec.checkpoint.deepseek_v4.structure import check_same_model
 from nvfp4_codec.checkpoint.families import natural_key
 from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.verify import Finding
 from nvfp4_codec.errors import CheckpointError
-from nvfp4_codec.schemas.deepseek_v4.checks.folder import check_files
-from nvfp4_codec.schemas.deepseek_v4.checks.quantization import check_entries, check_older
-from nvfp4_codec.schemas.deepseek_v4.checks.stored import Model
-from nvfp4_codec.schemas.deepseek_v4.checks.structure import check_same_model
 
 from ..stored import is_ours
 from .catalogue import CATALOGUE, Handled, Row

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
+from nvfp4_codec.checkpoint.deepseek_v4.names import check_headers, check_packing
+from nvfp4_codec.checkpoint.deepseek_v4.quantization import check_promises
+from nvfp4_codec.checkpoint.deepseek_v4.stored import Model
 from nvfp4_codec.checkpoint.families import logical_shape
 from nvfp4_codec.checkpoint.verify import Finding
 from nvfp4_codec.schemas.deepseek_v4 import Entry
-from nvfp4_codec.schemas.deepseek_v4.checks.names import check_headers, check_packing
-from nvfp4_codec.schemas.deepseek_v4.checks.quantization import check_promises
-from nvfp4_codec.schemas.deepseek_v4.checks.stored import Model
 
 _COMPRESSORS: Final = (".indexer.compressor.", ".compressor.")
 

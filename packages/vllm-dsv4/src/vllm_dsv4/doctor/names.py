@@ -11,6 +11,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from nvfp4_codec.checkpoint.deepseek_v4.names import check_names, match
+from nvfp4_codec.checkpoint.deepseek_v4.stored import Model
 from nvfp4_codec.checkpoint.families import logical_shape, pattern
 from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.reader import Checkpoint, TensorInfo
@@ -24,8 +26,6 @@ from nvfp4_codec.schemas.deepseek_v4 import (
     detect_scheme,
     to_official,
 )
-from nvfp4_codec.schemas.deepseek_v4.checks.names import check_names, match
-from nvfp4_codec.schemas.deepseek_v4.checks.stored import Model
 from nvfp4_codec.schemas.deepseek_v4.names import COMPANIONS, module_of, parse
 from nvfp4_codec.schemas.deepseek_v4.table import BLOCK, DSPARK, MTP, ROOT
 

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nvfp4_codec.checkpoint.contrast import can_contrast, contrast
+from nvfp4_codec.checkpoint.deepseek_v4.stored import Model
 from nvfp4_codec.checkpoint.families import Family
 from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.structure import problems
 from nvfp4_codec.checkpoint.verify import Finding
-from nvfp4_codec.schemas.deepseek_v4.checks.stored import Model
 
 #: Matrices of a block that read the same input.
 _SAME_INPUT: Final = (

@@ -6,12 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from nvfp4_codec.checkpoint.header import shown
-from nvfp4_codec.checkpoint.reader import Checkpoint
-from nvfp4_codec.checkpoint.verify import Finding
-from nvfp4_codec.schemas.deepseek_v4.checks.against import compare, same_cast
-from nvfp4_codec.schemas.deepseek_v4.checks.stored import Model
-from nvfp4_codec.schemas.deepseek_v4.checks.values import (
+from nvfp4_codec.checkpoint.deepseek_v4.against import compare, same_cast
+from nvfp4_codec.checkpoint.deepseek_v4.stored import Model
+from nvfp4_codec.checkpoint.deepseek_v4.values import (
     Result,
     Unit,
     check_units,
@@ -19,6 +16,9 @@ from nvfp4_codec.schemas.deepseek_v4.checks.values import (
     sampled,
     units,
 )
+from nvfp4_codec.checkpoint.header import shown
+from nvfp4_codec.checkpoint.reader import Checkpoint
+from nvfp4_codec.checkpoint.verify import Finding
 
 #: A checkpoint of this size is read as a whole, or compared as a whole.
 _SMALL, _SMALL_COMPARED = 2 << 30, 64 << 20

@@ -60,6 +60,8 @@ def environment(folder: Path, *, plugins: tuple[str, ...] = ("vllm_dsv4",)) -> d
         "VLLM_CONFIG_ROOT": str(folder / "config"),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DEEP_GEMM_WARMUP": "skip",
+        # Else its import starts two compilations in the background, here in every fork.
+        "HUMMING_DISABLE_PARALLEL_BUILD": "1",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }

@@ -27,6 +27,7 @@ from .platform import environment
 #: What building a model imports, as far as it is installed.
 WARM: Final = (
     "flashinfer",
+    "humming.ops",
     "ray",
     "vllm.engine.arg_utils",
     "vllm.model_executor.layers.quantization.modelopt",

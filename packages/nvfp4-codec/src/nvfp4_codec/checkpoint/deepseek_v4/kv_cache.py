@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ....checkpoint.verify import Finding
+from ..verify import Finding
 from .structure import problem
 
 _NONE = "a BF16 cache"

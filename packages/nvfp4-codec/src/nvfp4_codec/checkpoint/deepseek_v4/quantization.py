@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ....checkpoint.files import read_small, strict_json
-from ....checkpoint.verify import Finding
-from ....errors import CheckpointError
-from .. import SCHEMES, Layout, Role, Scheme, translate_entry
+from ...errors import CheckpointError
+from ...schemas.deepseek_v4 import SCHEMES, Layout, Role, Scheme, translate_entry
+from ..files import read_small, strict_json
+from ..verify import Finding
 from .kv_cache import cache_of_algorithm, cache_of_config, check_kv_cache
 from .promised import NVFP4, Promises, contradictions
 from .stored import Model, Stored, fault

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from ....checkpoint.families import Family
-from ....checkpoint.header import shown
-from ....checkpoint.reader import Checkpoint
-from ....checkpoint.structure import problems
-from ....checkpoint.verify import (
+from ..families import Family
+from ..header import shown
+from ..reader import Checkpoint
+from ..structure import problems
+from ..verify import (
     Finding,
     verify_family,
     verify_fused,
@@ -292,7 +292,7 @@ def _bytes_read(weight: Weight, limit: int | None) -> int:
 
 def _merged(findings: list[Finding], compared: list[Comparison]) -> list[Finding]:
     """One finding per cause: a guess from bytes alone yields to what the source shows."""
-    from ....checkpoint.against import Compared, merged
+    from ..against import Compared, merged
 
     made = Compared([c.finding for c in compared if c.finding is not None])
     made.fine = {c.tensor for c in compared if c.finding is None and not math.isnan(c.sqnr_db)}

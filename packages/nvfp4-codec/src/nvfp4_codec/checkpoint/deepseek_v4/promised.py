@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from fnmatch import translate
 from typing import Any, Final, NamedTuple
 
-from ....errors import CheckpointError
-from .. import Layout
-from ..names import is_glob
+from ...errors import CheckpointError
+from ...schemas.deepseek_v4 import Layout
+from ...schemas.deepseek_v4.names import is_glob
 from .stored import Stored
 
 NVFP4: Final = ("NVFP4", "W4A16_NVFP4")

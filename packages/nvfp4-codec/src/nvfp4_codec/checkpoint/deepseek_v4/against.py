@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ....checkpoint.families import Family
-from ....checkpoint.header import shown
-from ....checkpoint.heuristics import e4m3_table
-from ....checkpoint.reader import Bytes, Checkpoint
-from ....checkpoint.verify import Finding, global_value
-from ....errors import CodecError
+from ...errors import CodecError
+from ..families import Family
+from ..header import shown
+from ..heuristics import e4m3_table
+from ..reader import Bytes, Checkpoint
+from ..verify import Finding, global_value
 from .stored import Stored, fault
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def compare(
     source: Checkpoint, reference: Checkpoint, weight: Weight, known: Sequence[Finding]
 ) -> Comparison:
     """Holds a weight against the reference's; ``known``: what its bytes alone have shown."""
-    from ....checkpoint.values import is_numeric, load_values
-    from ....sqnr import sqnr_db
+    from ...sqnr import sqnr_db
+    from ..values import is_numeric, load_values
 
     family, other = weight.family, weight.reference
     assert other is not None
@@ -89,7 +89,7 @@ def compare(
     elif quality >= weight.least or not family.numel:
         return Comparison(name, quality)
     if quality < _EXPLAIN_DB:
-        from ....checkpoint.against import too_far
+        from ..against import too_far
 
         found = too_far(source, family, reference, other, quality, weight.least)
         if math.isinf(weight.least):
@@ -176,8 +176,8 @@ def _against_cast(
     """
     import torch
 
-    from .... import dequantize_nvfp4, mxfp4_to_nvfp4
-    from ....checkpoint.values import load_mxfp4, load_nvfp4
+    from ... import dequantize_nvfp4, mxfp4_to_nvfp4
+    from ..values import load_mxfp4, load_nvfp4
 
     assert weight.reference is not None
     packed, scale = load_mxfp4(reference, weight.reference)

@@ -8,10 +8,10 @@ from typing import Final
 
 import numpy as np
 
-from ....checkpoint.families import Family
-from ....checkpoint.header import shown
-from ....checkpoint.reader import Checkpoint, TensorInfo
-from ....checkpoint.verify import Finding
+from ..families import Family
+from ..header import shown
+from ..reader import Checkpoint, TensorInfo
+from ..verify import Finding
 from .stored import fault
 
 #: An activation this large means an input_scale of another convention: its reciprocal, above all.

@@ -6,11 +6,11 @@ import re
 from collections.abc import Container, Iterator
 from typing import Final
 
-from ....checkpoint.header import shown
-from ....checkpoint.loose import loose_problems
-from ....checkpoint.structure import problems
-from ....checkpoint.verify import Finding
-from .. import Report, Template, fused_with
+from ...schemas.deepseek_v4 import Report, Template, fused_with
+from ..header import shown
+from ..loose import loose_problems
+from ..structure import problems
+from ..verify import Finding
 from .stored import Model, Stored, fault
 
 _FLOATS: Final = ("BF16", "F32", "F16")

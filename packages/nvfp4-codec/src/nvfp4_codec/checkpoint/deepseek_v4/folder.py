@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Final
 
-from ....checkpoint.header import shown
-from ....checkpoint.job import PLAN_NAME
-from ....checkpoint.manifest import RECORDS_NAME
-from ....checkpoint.reader import INDEX_NAME, Checkpoint
-from ....checkpoint.rewrite import COPIED_NAMES
-from ....checkpoint.verify import Finding
+from ..header import shown
+from ..job import PLAN_NAME
+from ..manifest import RECORDS_NAME
+from ..reader import INDEX_NAME, Checkpoint
+from ..rewrite import COPIED_NAMES
+from ..verify import Finding
 
 #: Any one of them is a tokenizer.
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model")

@@ -8,14 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ....checkpoint.families import Family, find_families
-from ....checkpoint.header import shown
-from ....checkpoint.reader import Checkpoint, TensorInfo
-from ....checkpoint.rewrite import read_config
-from ....checkpoint.verify import Confidence, Finding
-from ....errors import CheckpointError
-from .. import Entry, Layout, Schema, Scheme, Template, detect_scheme
-from ..names import parse
+from ...errors import CheckpointError
+from ...schemas.deepseek_v4 import Entry, Layout, Schema, Scheme, Template, detect_scheme
+from ...schemas.deepseek_v4.names import parse
+from ..families import Family, find_families
+from ..header import shown
+from ..reader import Checkpoint, TensorInfo
+from ..rewrite import read_config
+from ..verify import Confidence, Finding
 from .structure import Structure, model_config
 
 Parts = dict[str, TensorInfo]

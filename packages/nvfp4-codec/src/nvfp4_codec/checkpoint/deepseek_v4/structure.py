@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ....checkpoint.reader import TensorInfo
-from ....checkpoint.verify import Finding
-from .. import ModelConfig, Template
+from ...schemas.deepseek_v4 import ModelConfig, Template
+from ..reader import TensorInfo
+from ..verify import Finding
 
 CONFIG: Final = "config.json"
 #: Keys that loaders ask for by name, and what happens without them.
