@@ -26,7 +26,7 @@ from nvfp4_codec.checkpoint import (
     inspect_checkpoint,
     verify_checkpoint,
 )
-from nvfp4_codec.checkpoint.heuristics import unswizzled
+from nvfp4_codec.checkpoint.heuristics import e4m3_table, unswizzled
 from nvfp4_codec.checkpoint.verify import verify_family
 from nvfp4_codec.swizzle import swizzle_blockscale
 
@@ -500,6 +500,14 @@ def test_the_contrast_of_columns_is_that_of_the_values(
         sampled = contrast.contrast(source, families[0], 64 * 128)  # of 256 rows
     assert not np.allclose(sampled, expected, rtol=1e-4)
     assert np.corrcoef(sampled, expected)[0, 1] > 0.9
+
+
+def test_the_e4m3_table_here_is_the_librarys() -> None:
+    expected = torch.arange(256, dtype=torch.uint8).view(E4M3).float().numpy()
+    table = e4m3_table()
+    assert np.array_equal(table.view(np.uint32)[:127], expected.view(np.uint32)[:127])
+    assert np.array_equal(table, expected, equal_nan=True)
+    assert np.signbit(table[0x80])
 
 
 def test_the_unswizzle_here_is_the_librarys() -> None:

@@ -1,4 +1,4 @@
-"""The command: exit codes, the table, JSON, and that vLLM and torch's CUDA stay out of it."""
+"""The command: exit codes, the table, JSON, and that vLLM and torch stay out of it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vllm_dsv4.cli import doctor
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process where importing vLLM fails and no GPU is to be seen."""
+    """The command in a process where importing vLLM or torch fails, and no GPU is to be seen."""
     code = (
         "import sys\n"
-        "sys.modules['vllm'] = None\n"
+        "sys.modules['vllm'] = sys.modules['torch'] = None\n"
         "import argparse\n"
         "from vllm_dsv4.cli import doctor\n"
         "parser = argparse.ArgumentParser()\n"
@@ -57,7 +57,7 @@ def parsed(*arguments: str) -> Any:
     return parser.parse_args(["doctor", *arguments])
 
 
-def test_without_vllm_and_without_a_gpu(healthy, writer, tmp_path):
+def test_without_vllm_torch_and_gpu(healthy, writer, tmp_path):
     made = run(str(writer(healthy("full"), tmp_path / "c")))
     assert made.stderr == ""
     assert made.returncode == 0

@@ -292,6 +292,8 @@ def _bytes_read(weight: Weight, limit: int | None) -> int:
 
 def _merged(findings: list[Finding], compared: list[Comparison]) -> list[Finding]:
     """One finding per cause: a guess from bytes alone yields to what the source shows."""
+    if not compared:
+        return findings
     from ..against import Compared, merged
 
     made = Compared([c.finding for c in compared if c.finding is not None])
