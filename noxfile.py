@@ -48,6 +48,8 @@ def lint(session: nox.Session) -> None:
     install(session, "--group=lint")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
+    session.run("hadolint", "deploy/Dockerfile")
+    session.run("shellcheck", "deploy/build.sh")
     session.run("python", "tools/version.py", "--check")
     session.run("python", "tools/check_links.py")
     session.run("python", "tools/constraints.py", "--check")

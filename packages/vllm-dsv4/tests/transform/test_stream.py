@@ -223,6 +223,20 @@ class TestLeftOut:
         yielded = [name for name, _ in transform.apply(source.items())]
         assert sorted(yielded) == sorted(run("full").out)
 
+    @pytest.mark.parametrize("expert", ["16", "1000", "03", "x", ""])
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    def test_experts_that_the_model_does_not_have(self, run, scheme, expert):
+        """Also where no header was looked at, and in the middle of those that it has."""
+        whole = run("full", scheme)
+        module = from_official("layers.1.ffn.experts.3.w1", scheme).replace(".3.", f".{expert}.")
+        transform = Transform(whole.stored, Options())
+        stray = {f"{module}.weight": torch.zeros(128, 128).byte(), f"{module}.input_scale":
+                 torch.ones(())}  # fmt: skip
+        names = [*sorted(whole.source), *stray]
+        out = dict(transform.apply((n, (whole.source | stray)[n]) for n in names))
+        assert out.keys() == whole.out.keys()
+        assert sum(transform.report.dropped.values()) == 2
+
     def test_scales_beside_an_unquantized_weight_are_left_out(self, run):
         whole = run("full")
         stray = {"layers.1.ffn.gate.input_scale": torch.ones(()),

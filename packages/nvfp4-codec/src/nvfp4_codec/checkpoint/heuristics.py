@@ -45,7 +45,8 @@ def e4m3_table() -> Floats:
     exponent, mantissa = codes >> 3, codes & 7
     values = np.where(exponent == 0, mantissa, 8 + mantissa) * 2.0 ** (np.maximum(exponent, 1) - 10)
     values[0x7F] = np.nan
-    return np.concatenate([values, -values]).astype(np.float32)
+    table: Floats = np.concatenate([values, -values]).astype(np.float32)
+    return table
 
 
 def largest_e4m3(raw: Bytes) -> float:

@@ -142,7 +142,7 @@ class Linears:
         linear = self._open(stored_module, placed.module, parent, recipe)
         if placed.kind.is_expert:
             self._recipes[container, leaf] = recipe
-        if not linear.late and placed.formatted not in self._counted:
+        if placed.formatted not in self._counted:
             self._counted.add(placed.formatted)
             self._found(recipe)
         return linear
