@@ -54,6 +54,17 @@ def test_the_token_scale_follows_the_token() -> None:
     assert 0.05 < float(error.norm() / x.double().norm()) < 0.13
 
 
+def test_what_cannot_be_quantized() -> None:
+    x = torch.zeros(2, 32)
+    wrong = (x.int(), x.double(), x.bool(), x.to(torch.float8_e4m3fn), [1.0])
+    for value in wrong:
+        with pytest.raises(DtypeError, match="x is .*, expected bfloat16, float16 or float32"):
+            quantize_tokens(value)  # type: ignore[arg-type]
+    for tensor in (x[0], x[None], x[:, :20], x[:, :0]):
+        with pytest.raises(ShapeError, match="K a positive multiple of 16"):
+            quantize_tokens(tensor)
+
+
 def test_no_tokens() -> None:
     tokens = quantize_tokens(torch.zeros(0, 128, dtype=torch.bfloat16))
     assert tokens.codes.shape == (0, 64)

@@ -105,6 +105,14 @@ def test_the_reference_backend_is_the_reference(
     assert nvfp4_mega_moe is fp8_nvfp4_mega_moe
 
 
+def test_the_output_may_want_gradients(ready: dict[str, Any]) -> None:
+    case = ready["bf16"]
+    y = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    fp8_nvfp4_mega_moe(y, case.l1, case.l2, case.buffer, activation="bf16", backend="reference")
+    assert y.is_leaf
+    assert y.detach().any()
+
+
 def test_fewer_tokens_than_last_time(ready: dict[str, Any]) -> None:
     """Old rows stay in the buffer; y says how many count, and none is a number."""
     case = ready["bf16"]
@@ -176,6 +184,16 @@ class Group:
         ({"activation": "fp8"}, RecipeError, "activation is 'fp8'"),
         ({"group": Group(3)}, ShapeError, "num_experts is 4, expected a multiple of the 3 ranks"),
         ({"group": Group(4)}, BackendError, r"4 ranks and device is cpu.*reference\.mega_moe"),
+        ({"hidden": True}, ShapeError, "hidden is True"),
+        ({"num_experts": True, "num_topk": 1}, ShapeError, "num_experts is True"),
+        ({"num_topk": True}, ShapeError, "num_topk is True"),
+        ({"num_topk": 2.0}, ShapeError, "num_topk is 2.0"),
+        ({"num_topk": "2"}, ShapeError, "num_topk is 2"),
+        ({"num_max_tokens_per_rank": 10**30}, ShapeError, "positive integer of at most 1048576"),
+        ({"ring_rows": 256.0}, ShapeError, "ring_rows is 256.0"),
+        ({"group": "x"}, DtypeError, "group is a str, expected a ProcessGroup"),
+        ({"device": "gpu"}, BackendError, "device is 'gpu', expected a device of torch"),
+        ({"device": None}, BackendError, "device is None"),
         ({"group": Group(80)}, BackendError, "80 ranks, the largest NVLink domain has 72 GPUs"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
@@ -185,6 +203,12 @@ def test_buffers_that_cannot_be(
 ) -> None:
     with pytest.raises(error, match=match):
         _buffer(**{"activation": "nvfp4", **changes})
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendError, match="device is 'cuda:0' and torch finds no GPU"):
+        _buffer("nvfp4", device="cuda:0")
 
 
 def test_a_group_of_one_is_this_process() -> None:
@@ -209,6 +233,10 @@ WEIGHTS = torch.zeros(TOKENS, TOPK)
         ({"topk_idx": IDS, "topk_weights": WEIGHTS[:, :1]}, ShapeError, "topk_weights has shape"),
         ({"x": X.to("meta")}, ShapeError, "x is on meta, the buffer on cpu"),
         ({"sym_buffer": [1]}, DtypeError, "sym_buffer is a list"),
+        ({"x": X.to_sparse()}, DtypeError, "x is torch.sparse_coo, expected a dense tensor"),
+        ({"topk_idx": [[0]], "topk_weights": WEIGHTS}, DtypeError, "topk_idx is a list"),
+        ({"topk_idx": IDS, "topk_weights": [[0]]}, DtypeError, "topk_weights is a list"),
+        ({"x": X.to(torch.float8_e4m3fn), "scales": [1.0]}, DtypeError, "scales is a list"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -218,6 +246,18 @@ def test_inputs_that_do_not_fit(
     given = {"x": X, "sym_buffer": _buffer("nvfp4"), **arguments}
     with pytest.raises(error, match=match):
         prepare_inputs(**given)
+
+
+@pytest.mark.parametrize("activation", ["nvfp4", "bf16"])
+def test_a_kernel_that_is_not_there_is_refused_before_anything_is_written(
+    activation: Activation,
+) -> None:
+    buffer = _buffer(activation)
+    assert buffer.memory is not None
+    before = buffer.memory.clone()
+    with pytest.raises(BackendError, match="no kernel for cpu; pass backend='reference'"):
+        prepare_inputs(X + 1, buffer, topk_idx=IDS, topk_weights=WEIGHTS + 1, backend="kernel")
+    assert torch.equal(buffer.memory, before)
 
 
 Y = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
@@ -283,6 +323,9 @@ def test_calls_that_cannot_be_are_refused_before_anything_runs(
     _refused(case, RecipeError, "recipe is None", recipe=None)
     _refused(case, RecipeError, "swiglu_limit is -1", swiglu_limit=-1)
     _refused(case, RecipeError, "swiglu_limit is nan", swiglu_limit=float("nan"))
+    for no_number in ("10", True, torch.tensor(10.0)):
+        _refused(case, RecipeError, "swiglu_limit is", swiglu_limit=no_number)
+    _refused(case, RecipeError, "activation is \\['nvfp4'\\], expected", activation=["nvfp4"])
     _refused(case, DtypeError, "sym_buffer is a Tensor", sym_buffer=Y)
     _refused(case, LayoutError, "l1_weights is a ExpertWeights", l1_weights=ready["layer"].w13)
     _refused(case, LayoutError, "l1_weights was transformed as l2", l1_weights=l2, l2_weights=l1)
@@ -303,6 +346,17 @@ def test_calls_that_cannot_be_are_refused_before_anything_runs(
     _refused(case, ShapeError, "l1_weights is on meta", l1_weights=elsewhere)
     _refused(case, BackendError, "backend is 'auto', expected", backend="auto")
     _refused(case, BackendError, f"no kernel for {arch} yet.*backend='reference'", backend="kernel")
+
+
+def test_the_reference_backend_has_one_rank(ready: dict[str, Any]) -> None:
+    case = ready["nvfp4"]
+    second = replace(case.buffer, num_experts=2 * EXPERTS, num_ranks=2, rank_idx=1)
+    _refused(
+        case,
+        BackendError,
+        r"the buffer is rank 1's of 2, .*megamoe_kernel\.reference\.mega_moe computes several",
+        sym_buffer=second,
+    )
 
 
 def test_a_missing_input_scale_is_named(ready: dict[str, Any]) -> None:

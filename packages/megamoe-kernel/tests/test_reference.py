@@ -436,6 +436,49 @@ def test_mismatches_are_refused(make_layer: Any, make_tokens: Any) -> None:
             run(replace(tokens, x=replace(q, **{name: part})), activation="nvfp4")
 
 
+def test_shared_is_one_expert_of_the_layers_hidden_size(make_layer: Any, make_tokens: Any) -> None:
+    layer, tokens = make_layer(4, 64, 32), make_tokens(3, 64, 4, 2, "bf16")
+    one, wide, long = make_layer(1, 64, 32), make_layer(1, 128, 32), make_layer(1, 64, 48)
+
+    def run(shared: Any) -> Tensor:
+        (y,) = mega_moe([tokens], layer.w13, layer.w2, activation="bf16", shared=shared)
+        return y
+
+    assert run((long.w13, long.w2)).shape == (3, 64)
+    with pytest.raises(DtypeError, match=r"shared is a ExpertWeights, expected the pair"):
+        run(one.w13)
+    with pytest.raises(ShapeError, match="shared is 4 experts of hidden 64, expected one of"):
+        run((layer.w13, layer.w2))
+    with pytest.raises(ShapeError, match="shared is 1 experts of hidden 128, .* hidden 64"):
+        run((wide.w13, wide.w2))
+    with pytest.raises(ShapeError, match="shared: w13 is 1 experts of 64x64 and w2 1 of 64x48"):
+        run((one.w13, long.w2))
+    short = replace(
+        one.w2, weight=one.w2.weight[:, :1], weight_scale=one.w2.weight_scale[:, :1]
+    )  # would broadcast
+    with pytest.raises(ShapeError, match="shared: .* and w2 1 of 1x32"):
+        run((one.w13, short))
+
+
+def test_arguments_of_other_kinds_are_refused(make_layer: Any, make_tokens: Any) -> None:
+    layer, tokens = make_layer(4, 64, 32), make_tokens(3, 64, 4, 2, "bf16")
+    run: Any = lambda ranks, **options: mega_moe(  # noqa: E731
+        ranks, layer.w13, layer.w2, activation="bf16", **options
+    )
+    for dtype in (torch.float16, torch.bfloat16, torch.int32):
+        with pytest.raises(DtypeError, match=f"accumulate is {dtype}, expected torch.float32"):
+            run([tokens], accumulate=dtype)
+    with pytest.raises(DtypeError, match="ranks is a RankTokens, expected a list"):
+        run(tokens)
+    with pytest.raises(DtypeError, match="rank 0 is a Tensor, expected RankTokens"):
+        run([tokens.x])
+    narrow = replace(
+        tokens, topk_idx=tokens.topk_idx[:, :1], topk_weights=tokens.topk_weights[:, :1]
+    )
+    with pytest.raises(ShapeError, match="topk_idx of rank 1 has 1 slots, rank 0's has 2"):
+        run([tokens, narrow])
+
+
 def test_what_the_intermediate_needs(make_layer: Any, make_tokens: Any) -> None:
     layer, tokens = make_layer(2, 64, 32), make_tokens(3, 64, 2, 1, "nvfp4")
     with pytest.raises(ScaleError, match=r"no input_scale.*l2_input_scale"):

@@ -14,6 +14,7 @@ from megamoe_kernel import (
     ArchitectureError,
     DtypeError,
     ExpertWeights,
+    LayoutError,
     RecipeError,
     ScaleError,
     ShapeError,
@@ -168,9 +169,10 @@ def test_what_is_no_layer_is_refused(make_layer: Any) -> None:
     _fails(ShapeError, "w13 is 2 experts of 256x128 and w2 1 of", w13, _random(1, 128, 128, 1))
     _fails(ShapeError, r"weight_scale_2 of w13 has shape \(2, 1\)", w2, w2)
     _fails(ShapeError, r"weight_scale_2 of w2 has shape \(2, 2\)", w13, w13)
-    _fails(DtypeError, "w13 holds a Tensor", layer.down[0], layer.down)
+    _fails(DtypeError, "w13 is a NVFP4Tensor", layer.down[0], layer.down)
     _fails(DtypeError, "w13 holds a NVFP4Tensor, expected for each expert the pair", layer.down, w2)
-    _fails(DtypeError, "expert 0 of w2 is a Tensor", w13, layer.down[0])
+    _fails(DtypeError, "w2 is a NVFP4Tensor", w13, layer.down[0])
+    _fails(DtypeError, "expert 0 of w2 is a Tensor", w13, [layer.down[0].weight])
     _fails(ShapeError, "w2 has no experts", w13, [])
     with pytest.raises(DtypeError, match="l2_input_scale is float"):
         transform_nvfp4_weights_for_mega_moe(
@@ -183,6 +185,29 @@ def test_what_is_no_layer_is_refused(make_layer: Any) -> None:
     _fails(ShapeError, "logical_k 120", w13, [padded])
     mixed = [layer.down[0], make_layer(1, 32, 64).down[0]]
     _fails(ShapeError, r"w2 has weights of shapes \[\(32, 32\), \(64, 16\)\]", w13, mixed)
+
+
+def test_the_inverse_takes_one_layer_in_order(make_layer: Any) -> None:
+    layer = make_layer(2, 128, 128)
+    l1, l2 = transform_nvfp4_weights_for_mega_moe(layer.w13, layer.w2, arch="sm_100a")
+    other, _ = transform_nvfp4_weights_for_mega_moe(layer.w13, layer.w2, arch="sm_90a")
+    cases: list[tuple[Any, Any, str]] = [
+        (l2, l1, "l1_weights was transformed as l2; l1 comes before l2"),
+        (l1, l1, "l2_weights was transformed as l1"),
+        (other, l2, "l1_weights are for sm_90a, l2_weights for sm_100a"),
+        (None, l2, "l1_weights is a NoneType"),
+        (l1, None, "l2_weights is a NoneType"),
+    ]
+    for first, second, match in cases:
+        with pytest.raises(LayoutError, match=match):
+            untransform_nvfp4_weights(first, second)
+
+
+def test_experts_come_in_a_list(make_layer: Any) -> None:
+    layer = make_layer(2, 128, 128)
+    _fails(DtypeError, "w13 is a NoneType, expected ExpertWeights or a list", None, layer.w2)
+    _fails(DtypeError, "w13 is a list_iterator", iter(layer.gate_up), layer.w2)
+    _fails(DtypeError, "w2 is a list_iterator", layer.w13, iter(layer.down))
 
 
 def test_malformed_experts_are_refused() -> None:

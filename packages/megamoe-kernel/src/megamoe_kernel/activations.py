@@ -42,8 +42,16 @@ def quantize_tokens(x: Tensor) -> QuantizedTokens:
     A token gets the bytes and the scale that nvfp4_codec.quantize_nvfp4 gives its row alone, in
     profile "ieee" with zero_amax="one": scale = float32(amax) / 2688; block scales and codes from
     there. No value is looked at, so non-finite ones are not refused: their token gets an
-    unspecified result.
+    unspecified result. Raises DtypeError, ShapeError.
     """
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise DtypeError(f"x is {found}, expected bfloat16, float16 or float32")
+    if x.ndim != 2 or not x.shape[1] or x.shape[1] % BLOCK_SIZE:
+        raise ShapeError(
+            f"x has shape {tuple(x.shape)}, expected [tokens, K] with K a positive multiple of "
+            f"{BLOCK_SIZE}"
+        )
     rules = get_profile(PROFILE)
     blocks = x.float().unflatten(-1, (-1, BLOCK_SIZE))
     magnitude = blocks.abs().amax(-1)
@@ -76,6 +84,8 @@ def decode_hidden_states(x: Tensor, scales: Tensor | None) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim != 2:
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ShapeError(f"x is {found}, expected hidden states [tokens, hidden]")
+    if x.layout != torch.strided:
+        raise DtypeError(f"x is {x.layout}, expected a dense tensor")
     if x.dtype in FLOATS:
         if scales is not None:
             raise DtypeError(f"x is {x.dtype} and has scales; only float8_e4m3fn comes with some")
@@ -86,6 +96,8 @@ def decode_hidden_states(x: Tensor, scales: Tensor | None) -> Tensor:
         )
     if scales is None:
         raise DtypeError("x is float8_e4m3fn without scales; pass scales=[tokens, hidden / 128]")
+    if not isinstance(scales, Tensor):
+        raise DtypeError(f"scales is a {type(scales).__name__}, expected a tensor")
     tokens, hidden = x.shape
     if scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
         raise DtypeError(

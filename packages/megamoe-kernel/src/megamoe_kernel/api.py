@@ -26,7 +26,7 @@ from .errors import (
 from .experts import check_dtype, check_shape
 from .prepare_kernel import has_kernel, prepare_on_gpu
 from .reference import Activation, RankTokens, Tokens, check_limit, mega_moe, required_input_scale
-from .weights import Arch, Layer, MegaMoEWeights, untransform_nvfp4_weights
+from .weights import Arch, MegaMoEWeights, check_layers, untransform_nvfp4_weights
 
 RequestedActivation = Literal["nvfp4", "bf16", "fp8"]
 Backend = Literal["kernel", "reference"]
@@ -83,6 +83,8 @@ def prepare_inputs(
         raise DtypeError("topk_idx and topk_weights come together; one of them is missing")
     given = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
     for name, tensor in given.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise DtypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
         if tensor is not None and tensor.device != sym_buffer.x.device:
             raise ShapeError(f"{name} is on {tensor.device}, the buffer on {sym_buffer.x.device}")
     if topk_idx is not None and topk_weights is not None:
@@ -91,6 +93,10 @@ def prepare_inputs(
         check_dtype("topk_weights", topk_weights, torch.float32)
         check_shape("topk_idx", topk_idx, (tokens, sym_buffer.num_topk))
         check_shape("topk_weights", topk_weights, (tokens, sym_buffer.num_topk))
+    if backend == "kernel" and not has_kernel(x.device):
+        raise BackendError(f"there is no kernel for {x.device}; pass backend='reference'")
+    # Everything is checked: from here on the buffer is written.
+    if topk_idx is not None and topk_weights is not None:
         sym_buffer.topk_idx[:tokens] = topk_idx
         sym_buffer.topk_weights[:tokens] = topk_weights
     if sym_buffer.x_sf is None or sym_buffer.x_scale is None:
@@ -99,8 +105,6 @@ def prepare_inputs(
     if backend is None:
         backend = "kernel" if has_kernel(x.device) else "reference"
     if backend == "kernel":
-        if not has_kernel(x.device):
-            raise BackendError(f"there is no kernel for {x.device}; pass backend='reference'")
         prepare_on_gpu(x, sym_buffer)
         return
     quantized = quantize_tokens(x)
@@ -130,7 +134,8 @@ def fp8_nvfp4_mega_moe(
     activation: "nvfp4" (W4A4, sm_100a) or "bf16" (W4A16, sm_90a). "fp8" is refused: see above.
     swiglu_limit: the clamp before SwiGLU, 10 for DeepSeek-V4; None: no clamp.
     shared: one more expert (transformed, one expert each) that every token visits.
-    backend: "kernel", or "reference": the definition in plain torch, slow, on any device.
+    backend: "kernel", or "reference": the definition in plain torch, slow, on any device, for a
+        buffer of one rank.
     The result and its rounding points are reference.mega_moe's. All arguments are checked before
     anything runs: RecipeError, ArchitectureError, LayoutError, DtypeError, ShapeError, ScaleError,
     BackendError. Only the reference looks at expert ids (RoutingError) and for NaN.
@@ -155,6 +160,12 @@ def fp8_nvfp4_mega_moe(
             required_input_scale(weights.input_scale)
     _check_output(y, sym_buffer)
     if backend == "reference":
+        if sym_buffer.num_ranks > 1:
+            raise BackendError(
+                f"the buffer is rank {sym_buffer.rank_idx}'s of {sym_buffer.num_ranks}, and "
+                "backend='reference' has no exchange between ranks; "
+                "megamoe_kernel.reference.mega_moe computes several ranks in one process"
+            )
         _run_reference(y, l1_weights, l2_weights, sym_buffer, swiglu_limit, shared)
         return
     if backend != "kernel":
@@ -179,20 +190,14 @@ def check_buffer(sym_buffer: SymmBuffer) -> None:
 def _check_layer(
     l1: MegaMoEWeights, l2: MegaMoEWeights, sym_buffer: SymmBuffer, num_experts: int, kind: str
 ) -> None:
+    check_layers(l1, l2, kind)
     hidden, intermediate = sym_buffer.hidden, sym_buffer.intermediate
-    shapes: tuple[tuple[MegaMoEWeights, Layer, int, int], ...] = (
+    shapes = (
         (l1, "l1", 2 * intermediate, hidden),
         (l2, "l2", hidden, intermediate),
     )
     for weights, layer, rows, columns in shapes:
         name = f"{kind}{layer}_weights"
-        if not isinstance(weights, MegaMoEWeights):
-            raise LayoutError(
-                f"{name} is a {type(weights).__name__}, expected MegaMoEWeights; pass the "
-                "checkpoint's weights through transform_nvfp4_weights_for_mega_moe"
-            )
-        if weights.layer != layer:
-            raise LayoutError(f"{name} was transformed as {weights.layer}; l1 comes before l2")
         found = (weights.num_experts, weights.rows, weights.columns)
         if found != (num_experts, rows, columns):
             raise LayoutError(
@@ -203,12 +208,10 @@ def _check_layer(
             raise ShapeError(
                 f"{name} is on {weights.weight.device}, the buffer on {sym_buffer.x.device}"
             )
-    if l1.arch != l2.arch:
-        raise LayoutError(f"{kind}l1_weights are for {l1.arch}, l2_weights for {l2.arch}")
 
 
 def _check_activation(activation: str, arch: Arch, sym_buffer: SymmBuffer) -> None:
-    if activation not in _WHY_NOT:
+    if not isinstance(activation, str) or activation not in _WHY_NOT:
         raise RecipeError(f"activation is {activation!r}, expected one of: {', '.join(_WHY_NOT)}")
     if ACTIVATIONS[arch] != activation:
         raise ArchitectureError(
@@ -258,4 +261,4 @@ def _run_reference(
         swiglu_limit=swiglu_limit,
         shared=None if shared is None else untransform_nvfp4_weights(*shared),
     )
-    y.copy_(result)
+    y.detach().copy_(result)  # y may want gradients; it gets none

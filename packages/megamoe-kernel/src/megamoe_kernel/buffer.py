@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .buffer_layout import BufferLayout
 from .buffer_sizes import LARGEST_TILE, check_num_ranks, layer_layout
-from .errors import BackendError, RecipeError, ShapeError
-from .experts import check_aligned
+from .errors import BackendError, DtypeError, RecipeError, ShapeError
+from .experts import check_aligned, is_integer
 from .failure import Failure, read_failure
 from .models import MoEShape
 from .nvlink import agree_on_domain, meet
@@ -152,23 +152,23 @@ def get_symm_buffer_for_nvfp4_mega_moe(
     """
     check_buffer_activation(activation)
     check_aligned(hidden=hidden, intermediate=intermediate)
+    if group is not None and not callable(getattr(group, "size", None)):
+        raise DtypeError(f"group is a {type(group).__name__}, expected a ProcessGroup or None")
     num_ranks = 1 if group is None else group.size()
     check_num_ranks(num_ranks)
-    for name, value in (
-        ("num_experts", num_experts),
-        ("num_max_tokens_per_rank", num_max_tokens_per_rank),
-    ):
-        if not isinstance(value, int) or value < 1:
-            raise ShapeError(f"{name} is {value}, expected a positive integer")
-    if not 1 <= num_topk <= min(32, num_experts):
+    if not is_integer(num_experts) or num_experts < 1:
+        raise ShapeError(f"num_experts is {num_experts}, expected a positive integer")
+    if not is_integer(num_topk) or not 1 <= num_topk <= min(32, num_experts):
         raise ShapeError(
             f"num_topk is {num_topk}, expected 1 to 32 and at most {num_experts} experts"
         )
-    if ring_rows is not None and (ring_rows < 1 or ring_rows % LARGEST_TILE):
+    if ring_rows is not None and (
+        not is_integer(ring_rows) or ring_rows < 1 or ring_rows % LARGEST_TILE
+    ):
         raise ShapeError(f"ring_rows is {ring_rows}, expected a multiple of {LARGEST_TILE}")
     shape = MoEShape(num_experts, num_topk, hidden, intermediate)
     layout = layer_layout(shape, activation, num_ranks, num_max_tokens_per_rank, ring_rows)
-    device = torch.device(device)
+    device = _checked_device(device)
     peers: tuple[int, ...]
     if group is None or num_ranks == 1:
         memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
@@ -188,6 +188,21 @@ def get_symm_buffer_for_nvfp4_mega_moe(
         torch.cuda.synchronize(device)
         meet(group)
     return buffer
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise BackendError(
+            f"device is {device!r}, expected a device of torch such as 'cuda' or 'cpu'"
+        ) from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise BackendError(
+            f"device is {str(found)!r} and torch finds no GPU here; pass device='cpu' for the "
+            "reference"
+        )
+    return found
 
 
 def _allocate_symmetric(

@@ -7,13 +7,15 @@ from typing import get_args
 
 from .buffer_layout import BufferLayout, BufferSizes, buffer_layout
 from .errors import BackendError, ShapeError
-from .experts import BLOCK_SIZE
+from .experts import BLOCK_SIZE, is_integer
 from .models import MoEShape, local_experts
 from .reference import Activation
 
 RING_TILE = 8  # kRingTile of buffer.hpp
 LARGEST_TILE = 256
 MOST_RING_ROWS = 32768
+#: Of a rank: far more than a step has, and no size computed from it leaves 64 bits.
+MOST_TOKENS = 1 << 20
 #: GPUs of the largest NVLink domain (NVL72).
 MAX_RANKS = 72
 ACROSS_NODES = "across nodes, use a runtime's own all-to-all with another MoE backend"
@@ -31,8 +33,13 @@ def layer_layout(
 
     max_tokens: a rank's tokens at most. ring_rows: tokens of all ranks that the ring holds at a
     time, a multiple of 256; None: all that may come, every expert's tile padded, but at most
-    32768.
+    32768. Raises ShapeError.
     """
+    if not is_integer(max_tokens) or not 1 <= max_tokens <= MOST_TOKENS:
+        raise ShapeError(
+            f"num_max_tokens_per_rank is {max_tokens}, expected a positive integer of at most "
+            f"{MOST_TOKENS}"
+        )
     experts = local_experts(shape.num_experts, num_ranks)
     if ring_rows is None:
         most = num_ranks * max_tokens * shape.num_topk + experts * LARGEST_TILE

@@ -48,7 +48,8 @@ class CompileError(MegaMoEError, RuntimeError):
 
 
 class CacheError(MegaMoEError, OSError):
-    """A cache folder or entry of compiled kernels that others could have written."""
+    """A cache folder or entry of compiled kernels that others could have written, or
+    that cannot be read or written."""
 
 
 class LaunchError(MegaMoEError, RuntimeError):

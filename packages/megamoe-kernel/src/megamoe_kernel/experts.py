@@ -107,6 +107,7 @@ W2 = ExpertWeights | Sequence[NVFP4Tensor]
 def as_w13(w13: W13) -> ExpertWeights:
     """Stack (gate, up) pairs, one for each expert; ExpertWeights pass through."""
     if not isinstance(w13, ExpertWeights):
+        _check_sequence("w13", w13)
         for pair in w13:
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise DtypeError(
@@ -125,6 +126,7 @@ def as_w13(w13: W13) -> ExpertWeights:
 def as_w2(w2: W2) -> ExpertWeights:
     """Stack NVFP4Tensors, one for each expert; ExpertWeights pass through."""
     if not isinstance(w2, ExpertWeights):
+        _check_sequence("w2", w2)
         return _stack("w2", [(tensor,) for tensor in w2])
     if w2.num_parts != 1:
         raise ShapeError(
@@ -168,8 +170,21 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
 def check_aligned(**sizes: int) -> None:
     """Refuse sizes that are no positive multiple of the kernels' tile."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1 or size % ALIGNMENT:
+        if not is_integer(size) or size < 1 or size % ALIGNMENT:
             raise ShapeError(f"{name} is {size}, expected a positive multiple of {ALIGNMENT}")
+
+
+def is_integer(value: object) -> bool:
+    """Whether this is an int and no bool, which Python takes for one."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_sequence(name: str, experts: object) -> None:
+    if not isinstance(experts, Sequence):
+        raise DtypeError(
+            f"{name} is a {type(experts).__name__}, expected ExpertWeights or a list of "
+            "NVFP4Tensors, expert by expert"
+        )
 
 
 def _check_positive(name: str, values: Tensor) -> None:

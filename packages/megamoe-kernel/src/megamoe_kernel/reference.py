@@ -78,7 +78,8 @@ def mega_moe(
 
     ranks: each rank's tokens; a rank may have none. Which rank owns an expert changes no result.
     w13, w2: all experts of the layer. shared: one more expert, (w13, w2), that every token visits
-        on its own rank; its result is added without a weight.
+        on its own rank; its result is added without a weight. Its intermediate may differ.
+    accumulate: float32, or float64 to leave out the roundings to float32.
     swiglu_limit: gate is limited to at most this, up to plus and minus this; None: no limit.
         DeepSeek-V4 has 10.
     Returns each rank's output, bfloat16 ``[T, hidden]``.
@@ -88,11 +89,20 @@ def mega_moe(
     w13, w2 = as_w13(w13), as_w2(w2)
     check_pair(w13, w2)
     check_limit(swiglu_limit)
+    if accumulate not in (torch.float32, torch.float64):
+        raise DtypeError(f"accumulate is {accumulate}, expected torch.float32 or torch.float64")
+    if not isinstance(ranks, Sequence):
+        raise DtypeError(f"ranks is a {type(ranks).__name__}, expected a list of RankTokens")
     if not ranks:
         raise ShapeError("there are no ranks, expected at least one")
-    dense = None if shared is None else (as_w13(shared[0]), as_w2(shared[1]))
+    dense = None if shared is None else _check_shared(shared, w13)
     for rank_idx, tokens in enumerate(ranks):
         check_tokens(f"rank {rank_idx}", tokens, activation, w13)
+        if tokens.topk_idx.shape[1] != ranks[0].topk_idx.shape[1]:
+            raise ShapeError(
+                f"topk_idx of rank {rank_idx} has {tokens.topk_idx.shape[1]} slots, rank 0's has "
+                f"{ranks[0].topk_idx.shape[1]}; fill up with {NO_EXPERT}"
+            )
     if w13.num_experts % len(ranks):
         raise ShapeError(f"{w13.num_experts} experts do not divide into {len(ranks)} ranks")
 
@@ -185,7 +195,10 @@ def combine(
 
 
 def check_limit(swiglu_limit: float | None) -> None:
-    if swiglu_limit is not None and not 0 < swiglu_limit < float("inf"):
+    if swiglu_limit is None:
+        return
+    is_number = isinstance(swiglu_limit, int | float) and not isinstance(swiglu_limit, bool)
+    if not is_number or not 0 < swiglu_limit < float("inf"):
         raise RecipeError(
             f"swiglu_limit is {swiglu_limit}, expected a positive number (10 for DeepSeek-V4), or "
             "None for no clamp"
@@ -194,6 +207,8 @@ def check_limit(swiglu_limit: float | None) -> None:
 
 def check_tokens(name: str, tokens: RankTokens, activation: str, w13: ExpertWeights) -> None:
     """Refuse tokens of another form than the activation's, and expert ids out of range."""
+    if not isinstance(tokens, RankTokens):
+        raise DtypeError(f"{name} is a {type(tokens).__name__}, expected RankTokens")
     check_routing(name, tokens.topk_idx, tokens.topk_weights, w13.num_experts)
     expected = (tokens.num_tokens, w13.columns)
     if activation == "nvfp4" and isinstance(tokens.x, QuantizedTokens):
@@ -239,6 +254,27 @@ def required_input_scale(input_scale: Tensor | None) -> Tensor:
             "(swiglu_limit^2 / 2688 covers everything that SwiGLU can produce)"
         )
     return input_scale
+
+
+def _check_shared(
+    shared: tuple[W13, W2], w13: ExpertWeights
+) -> tuple[ExpertWeights, ExpertWeights]:
+    """The shared expert's weights, stacked: one expert of the layer's hidden size and device."""
+    if not isinstance(shared, tuple | list) or len(shared) != 2:
+        raise DtypeError(f"shared is a {type(shared).__name__}, expected the pair (w13, w2)")
+    gate_up, down = as_w13(shared[0]), as_w2(shared[1])
+    try:
+        check_pair(gate_up, down)
+    except ShapeError as error:
+        raise ShapeError(f"shared: {error}") from error
+    if (gate_up.num_experts, gate_up.columns) != (1, w13.columns):
+        raise ShapeError(
+            f"shared is {gate_up.num_experts} experts of hidden {gate_up.columns}, expected one of "
+            f"hidden {w13.columns}"
+        )
+    if gate_up.weight.device != w13.weight.device:
+        raise ShapeError(f"shared is on {gate_up.weight.device}, w13 on {w13.weight.device}")
+    return gate_up, down
 
 
 def _dot(x: Tokens, weights: ExpertWeights, expert: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from nvfp4_codec import NVFP4Tensor, UnifiedPart, unify_weight_scale_2
 
 from . import layout_sm90, layout_sm100
-from .errors import ArchitectureError, RecipeError, ShapeError
+from .errors import ArchitectureError, LayoutError, RecipeError, ShapeError
 from .experts import (
     W2,
     W13,
@@ -90,7 +90,11 @@ def transform_nvfp4_weights_for_mega_moe(
 def untransform_nvfp4_weights(
     l1_weights: MegaMoEWeights, l2_weights: MegaMoEWeights
 ) -> tuple[ExpertWeights, ExpertWeights]:
-    """The inverse of transform_nvfp4_weights_for_mega_moe, bit for bit: (w13, w2)."""
+    """The inverse of transform_nvfp4_weights_for_mega_moe, bit for bit: (w13, w2).
+
+    Raises LayoutError for anything but l1 and l2, in this order, of one architecture.
+    """
+    check_layers(l1_weights, l2_weights)
     return _untransform(l1_weights), _untransform(l2_weights)
 
 
@@ -143,6 +147,22 @@ def check_arch(arch: str) -> None:
             f"arch is {arch!r}, expected one of: {', '.join(get_args(Arch))}; plain sm_90 and "
             "sm_100 lack the instructions that these kernels are made of"
         )
+
+
+def check_layers(l1: MegaMoEWeights, l2: MegaMoEWeights, kind: str = "") -> None:
+    """Refuse what is not (l1, l2) of one architecture."""
+    layers: tuple[tuple[MegaMoEWeights, Layer], ...] = ((l1, "l1"), (l2, "l2"))
+    for weights, layer in layers:
+        name = f"{kind}{layer}_weights"
+        if not isinstance(weights, MegaMoEWeights):
+            raise LayoutError(
+                f"{name} is a {type(weights).__name__}, expected MegaMoEWeights; pass the "
+                "checkpoint's weights through transform_nvfp4_weights_for_mega_moe"
+            )
+        if weights.layer != layer:
+            raise LayoutError(f"{name} was transformed as {weights.layer}; l1 comes before l2")
+    if l1.arch != l2.arch:
+        raise LayoutError(f"{kind}l1_weights are for {l1.arch}, l2_weights for {l2.arch}")
 
 
 def check_pair(w13: ExpertWeights, w2: ExpertWeights) -> None:

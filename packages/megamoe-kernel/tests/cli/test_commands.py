@@ -20,6 +20,19 @@ def test_buffer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "432 in all" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("tokens", ["-5", "0", "1048577", "9" * 30])
+def test_sizes_that_cannot_be(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["buffer", "--model=deepseek-v4-pro", "--tokens", tokens]) == 2
+    assert f"num_max_tokens_per_rank is {tokens}, expected" in capsys.readouterr().err
+
+
+def test_the_largest_size_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["buffer", "--model=deepseek-v4-pro", "--json", "--tokens", "1048576", "1048576"]
+    assert main(words) == 0
+    for row in json.loads(capsys.readouterr().out)["sizes"]:
+        assert int(row["bf16, 1,048,576 tokens"].split(" ")[0].replace(",", "")) > 2 * 7168
+
+
 def test_precompile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     try:
         find_nvrtc()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 
 from megamoe_kernel import CacheError
 from megamoe_kernel.jit import cache as jit_cache
-from megamoe_kernel.jit.cache import CubinCache, key_of
+from megamoe_kernel.jit.cache import CubinCache, default_folder, key_of
 
 PARTS = {"kernel": "k", "target": "sm_90a"}
 CUBIN = b"\x7fELF and so on\n\n"
@@ -122,7 +124,9 @@ def test_a_failed_write_leaves_nothing(cache: CubinCache, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(
+        CacheError, match=rf"{cache.folder}.*No space left on device; make room.*_CACHE"
+    ):
         cache.get(PARTS, lambda: CUBIN)
     assert [path.suffix for path in cache.folder.iterdir()] == [".lock"]
 
@@ -131,6 +135,104 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheError, match="cannot use .*MEGAMOE_KERNEL_CACHE"):
         CubinCache(tmp_path / "file" / "cubins")
+
+
+@pytest.mark.parametrize("suffix", [".lock", ".cubin", ".json"])
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_what_is_in_an_entrys_place_is_named(
+    suffix: str, kind: str, cache: CubinCache, tmp_path: Path
+) -> None:
+    path = cache.path(PARTS).with_suffix(suffix)
+    if kind == "folder":
+        path.mkdir(mode=0o700)
+    else:
+        path.symlink_to(tmp_path / "elsewhere")
+    if (kind, suffix) == ("link", ".json"):  # replaced, not followed
+        assert cache.get(PARTS, lambda: CUBIN) == (CUBIN, False)
+    else:
+        with pytest.raises(CacheError, match=rf"{path}.*remove it"):
+            cache.get(PARTS, lambda: CUBIN)
+    assert not (tmp_path / "elsewhere").exists()
+    assert not list(cache.folder.glob(".new-*"))
+
+
+def test_a_fifo_is_refused_and_not_waited_for(cache: CubinCache) -> None:
+    def hangs(*_: object) -> None:
+        raise AssertionError("it waits for a writer")
+
+    os.mkfifo(cache.path(PARTS), 0o600)
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(5)
+    try:
+        with pytest.raises(CacheError, match="is not a file; remove it"):
+            cache.get(PARTS, _never)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_cannot_be_written(
+    code: int, cache: CubinCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.get(PARTS, lambda: CUBIN)
+    real = os.open
+
+    def read_only(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", read_only)
+    assert cache.get(PARTS, _never) == (CUBIN, True)
+    with pytest.raises(CacheError, match=r"cannot write .*\.lock: .*set MEGAMOE_KERNEL_CACHE to"):
+        cache.get({"b": "2"}, _never)
+
+
+@pytest.mark.parametrize("what", ["sticky", "foreign", "here"])
+def test_nobody_is_told_to_close_a_shared_folder(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o1777 if what == "sticky" else 0o755)
+    if what == "foreign":
+        (tmp_path / "notes.txt").write_text("")
+    folder = Path() if what == "here" else tmp_path
+    with pytest.raises(CacheError, match="to a folder of yours that holds nothing else") as caught:
+        CubinCache(folder)
+    assert "chmod" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"MEGAMOE_KERNEL_CACHE": "~/mm"}, "home/mm"),
+        ({"MEGAMOE_KERNEL_CACHE": ""}, "home/.cache/megamoe-kernel"),
+        ({"XDG_CACHE_HOME": "relative"}, "home/.cache/megamoe-kernel"),
+        ({"XDG_CACHE_HOME": "{}/xdg"}, "xdg/megamoe-kernel"),
+    ],
+    ids=str,
+)
+def test_where_the_cache_is(
+    variables: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MEGAMOE_KERNEL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
+    assert default_folder.__wrapped__() == tmp_path / expected
+
+
+def test_nobodys_home_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("MEGAMOE_KERNEL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(CacheError, match="home directory.*set MEGAMOE_KERNEL_CACHE"):
+        default_folder.__wrapped__()
 
 
 _COMPETE = """

@@ -178,6 +178,19 @@ def test_without_a_gpu_it_says_so(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_the_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def never(**options: Any) -> Report:
+        raise AssertionError("the runs began")
+
+    monkeypatch.setattr("megamoe_kernel.verify.run.run_all", never)
+    assert main(["verify", f"--out={tmp_path / 'missing' / 'report.json'}"]) == 2
+    assert f"{tmp_path / 'missing'}: there is no such folder" in capsys.readouterr().err
+    assert main(["verify", f"--out={tmp_path}"]) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
 def test_a_gpu_without_kernels_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

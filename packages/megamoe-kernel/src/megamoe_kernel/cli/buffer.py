@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code 0; 2 for sizes that cannot be."""
     from ..buffer_sizes import size_heads, size_rows
 
-    tokens = tuple(arguments.tokens)
+    tokens = tuple(dict.fromkeys(arguments.tokens))
     heads, rows = size_heads(tokens), list(size_rows(MODELS[arguments.model], tokens))
     if arguments.json:
         sizes = [dict(zip(heads, row, strict=True)) for row in rows]

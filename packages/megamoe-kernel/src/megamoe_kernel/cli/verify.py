@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,11 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code 1 if a result is wrong, 2 without a GPU that there are kernels for."""
+    # Before minutes of work, not after.
+    if not arguments.out.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(arguments.out.parent))
+    if arguments.out.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a folder", str(arguments.out))
     from ..verify.run import run_all
 
     report = run_all(quick=arguments.quick, num_ranks=arguments.ranks)

@@ -8,6 +8,7 @@ while the others wait, and an entry appears whole or not at all.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -32,22 +33,35 @@ _MAGIC = b"megamoe-cubin "
 
 @cache
 def default_folder() -> Path:
-    """$MEGAMOE_KERNEL_CACHE, else megamoe-kernel in the user's cache folder. Read once."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen)
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home, "megamoe-kernel")
+    """$MEGAMOE_KERNEL_CACHE, else megamoe-kernel in the user's cache folder. Read once.
+
+    A relative XDG_CACHE_HOME is ignored, as its specification demands. Raises CacheError where
+    there is no home folder to put it in.
+    """
+    chosen = os.environ.get(CACHE_VARIABLE)
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        if not base.is_absolute():
+            base = Path.home() / ".cache"
+    except RuntimeError as error:
+        raise CacheError(
+            f"no folder for compiled kernels: {error}; set {CACHE_VARIABLE} to a folder of yours, "
+            "by its absolute path"
+        ) from error
+    return base / "megamoe-kernel"
 
 
 class CubinCache:
     """A folder of cubins.
 
     Made with mode 0700 if it is missing. Raises CacheError if it is a link, belongs to another
-    user, or lets others in.
+    user, or lets others in; so does ``get`` for an entry, and where it cannot read or write.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = default_folder() if folder is None else folder
+        self.folder = default_folder() if folder is None else Path(folder)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self.folder.lstat()
@@ -77,15 +91,20 @@ class CubinCache:
 
     def _read(self, key: str) -> bytes | None:
         path = self.folder / f"{key}.cubin"
+        # Not blocking: a FIFO in an entry's place would make it wait for ever.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(path, flags)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise CacheError(f"cannot read {path}: {error.strerror}; remove it") from error
-        with open(descriptor, "rb") as file:
+        try:
             _check_mine(path, os.fstat(descriptor), stat.S_ISREG, "a file")
-            head, _, cubin = file.read().partition(b"\n")
+            with open(descriptor, "rb", closefd=False) as file:
+                head, _, cubin = file.read().partition(b"\n")
+        finally:
+            os.close(descriptor)
         if head != _head(key, cubin):
             logger.warning("%s is damaged; the kernel is compiled again", path)
             return None
@@ -98,22 +117,19 @@ class CubinCache:
             (f"{key}.json", readable),
             (f"{key}.cubin", _head(key, cubin) + b"\n" + cubin),
         ):
-            # mkstemp makes files that only this user can read or write.
-            descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".new-")
             try:
-                with open(descriptor, "wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(descriptor)
-                os.replace(temporary, self.folder / name)
-            except BaseException:
-                os.unlink(temporary)
-                raise
+                _replace(self.folder / name, content)
+            except OSError as error:
+                raise _cannot_write(self.folder / name, error) from error
 
     @contextmanager
     def _lock(self, key: str) -> Iterator[None]:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self.folder / f"{key}.lock", flags, 0o600)
+        path = self.folder / f"{key}.lock"
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -137,6 +153,40 @@ def _head(key: str, cubin: bytes) -> bytes:
     return _MAGIC + f"{VERSION} {digest}".encode()
 
 
+def _replace(path: Path, content: bytes) -> None:
+    # mkstemp makes files that only this user can read or write.
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _cannot_write(path: Path, error: OSError) -> CacheError:
+    if error.errno in (errno.EISDIR, errno.ELOOP):
+        fix = "a folder or link is in its place, remove it"
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = f"make room there, or set {CACHE_VARIABLE} to a folder of yours on another disk"
+    else:
+        fix = f"set {CACHE_VARIABLE} to a folder that this process can write"
+    return CacheError(f"cannot write {path}: {error.strerror}; {fix}")
+
+
+def _is_shared(folder: Path, found: os.stat_result) -> bool:
+    """Whether more than a cache is in there, so that closing it would shut others out."""
+    ours = (".cubin", ".json", ".lock")
+    return (
+        bool(found.st_mode & stat.S_ISVTX)
+        or folder == Path()
+        or any(entry.suffix not in ours for entry in folder.iterdir())
+    )
+
+
 def _check_mine(
     path: Path, found: os.stat_result, is_kind: Callable[[int], bool], kind: str
 ) -> None:
@@ -148,8 +198,14 @@ def _check_mine(
             f"{CACHE_VARIABLE} to a folder of yours"
         )
     if mode := stat.S_IMODE(found.st_mode) & 0o077:
+        fix = f"Set {CACHE_VARIABLE} to a folder of yours"
+        if stat.S_ISREG(found.st_mode):
+            fix = "Remove it"
+        elif _is_shared(path, found):
+            fix += " that holds nothing else; it is made if it is missing"
+        else:
+            fix += f", or: chmod go= {path}"
         raise CacheError(
             f"{path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}, expected no bits "
-            f"of {mode:04o}); whoever can write there can run code here. Set "
-            f"{CACHE_VARIABLE} to a folder of yours, or: chmod go= {path}"
+            f"of {mode:04o}); whoever can write there can run code here. {fix}"
         )
