@@ -5,17 +5,24 @@ It is registered in every process and for every model, so it imports no model an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from . import compat
+from .errors import StoredError
 from .plugin import QUANTIZATION
 from .stored import is_ours
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+#: Said where speculative decoding is asked for, and nowhere else.
+NO_MTP: Final = (
+    "speculative decoding by MTP is asked for, and the checkpoint has no MTP blocks. Leave "
+    "--speculative-config away, or export the model with its MTP blocks."
+)
 
 
 def is_experts_only(quantization: object) -> bool:
@@ -23,14 +30,17 @@ def is_experts_only(quantization: object) -> bool:
     return isinstance(quantization, dict) and "fp8" in str(quantization.get("quant_method"))
 
 
+def is_draft(hf_config: Any) -> bool:
+    """Whether vLLM made this config for the draft model, which are the checkpoint's MTP blocks."""
+    return "DeepSeekV4MTPModel" in (getattr(hf_config, "architectures", None) or ())
+
+
 def describes_ours(hf_config: Any, quantization: object) -> bool:
     """Whether transformers' config object and a quantization block are of one of our checkpoints.
 
     vLLM renames the model type of a draft; a checkpoint with a vision tower is another model.
     """
-    architectures = getattr(hf_config, "architectures", None) or ()
-    is_draft = "DeepSeekV4MTPModel" in architectures
-    model_type = "deepseek_v4" if is_draft else getattr(hf_config, "model_type", None)
+    model_type = "deepseek_v4" if is_draft(hf_config) else getattr(hf_config, "model_type", None)
     if getattr(hf_config, "vision_n_layers", 0):
         return False
     return is_ours({"model_type": model_type, "quantization_config": quantization})
@@ -47,8 +57,16 @@ class Claim(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Our name if the checkpoint is ours; raises VersionError if it is and vLLM is not."""
-        if not describes_ours(hf_config, hf_quant_cfg) or is_experts_only(hf_quant_cfg):
+        """Our name if the checkpoint is ours.
+
+        Raises VersionError if it is and vLLM is not the tested one, StoredError for a draft that
+        is not there.
+        """
+        if not describes_ours(hf_config, hf_quant_cfg):
+            return None
+        if is_draft(hf_config) and not getattr(hf_config, "num_nextn_predict_layers", 0):
+            raise StoredError(NO_MTP)
+        if is_experts_only(hf_quant_cfg):
             return None
         compat.require_tested_version()
         return QUANTIZATION

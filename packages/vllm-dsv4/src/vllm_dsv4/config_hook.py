@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config.kernel import NATIVE_MEGA_MOE_BACKENDS
 from vllm.model_executor.models.config import DeepseekV4ForCausalLMConfig
 
-from .claim import describes_ours, is_experts_only
+from .claim import NO_MTP, describes_ours, is_experts_only
 from .errors import OptionError, StoredError
 from .moe_backend import find_backend
 from .options import KEY, Options, runtime_formats
@@ -98,11 +98,7 @@ class ConfigHook(DeepseekV4ForCausalLMConfig):
                 "Leave --speculative-config away."
             )
         if speculative is not None and speculative.method == "mtp" and not stored.has_mtp:
-            raise StoredError(
-                f"{model.model}: speculative decoding by MTP is asked for, and the checkpoint has "
-                "no MTP blocks. Leave --speculative-config away, or export the model with its MTP "
-                "blocks."
-            )
+            raise StoredError(f"{model.model}: {NO_MTP}")
 
 
 def _complete(hf_config: Any, stored: Stored) -> None:

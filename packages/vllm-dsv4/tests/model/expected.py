@@ -286,7 +286,8 @@ def shards(model: Any, rank: Rank, experts: int = 16) -> Iterator[tuple[str, set
             leaves = ("w1", "w3") if leaf.startswith("w13_") else ("w2",)
             yield name, {f"{name}[{expert}.{w}]" for expert in own for w in leaves}
         elif rest is not None:  # the shared expert that MegaMoE took in
-            leaves = ("w1", "w3") if "l1" in leaf else ("w2",)
+            down = "w2" if ".mtp_block." in name else "down_proj"  # as vLLM had named it by then
+            leaves = ("w1", "w3") if "l1" in leaf else (down,)
             yield name, {f"{name}[{w}]" for w in leaves}
         elif fused is not None and len(LINEARS[fused][0]) == 2:
             yield name, {f"{name}[0]", f"{name}[1]"}

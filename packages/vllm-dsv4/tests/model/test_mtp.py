@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,10 +46,22 @@ def test_ranks_of_two(vllm: Vllm, checkpoint: Any, source: Any, oracle: ModuleTy
         check(model, oracle, source("full"), Rank(rank, 2))
 
 
-def test_without_mtp_blocks_only_speculation_fails(vllm: Vllm, load: Any, checkpoint: Any) -> None:
+def test_without_mtp_blocks_only_speculation_fails(
+    vllm: Vllm, load: Any, checkpoint: Any, checkpoints: ModuleType, tmp_path: Path
+) -> None:
     load("no-mtp")
-    with pytest.raises(RemoteError, match="no MTP blocks. Leave --speculative-config away"):
-        vllm.load(checkpoint("no-mtp"), mtp=True)
+    lost = tmp_path / "lost"  # its config.json still has one
+    shutil.copytree(checkpoint("full"), lost)
+    checkpoints.change(lost, _without_mtp)
+    vllm.load(lost)
+    for folder in (checkpoint("no-mtp"), lost):
+        with pytest.raises(RemoteError, match="no MTP blocks. Leave --speculative-config away"):
+            vllm.load(folder, mtp=True)
+
+
+def _without_mtp(tensors: dict[str, Any]) -> None:
+    for name in [name for name in tensors if name.startswith("mtp.")]:
+        del tensors[name]
 
 
 def test_an_official_checkpoint_drafts_as_ever(
