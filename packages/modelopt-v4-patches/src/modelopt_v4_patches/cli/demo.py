@@ -118,7 +118,7 @@ def _show(result: Result, faults: list[str]) -> None:
         if 0.5 < (gain := row.weights.expert_gain) < 0.999:
             say(f"{row.name} makes the experts {1 - gain:.1%} smaller")
     if result.uncovered:
-        say(f"NVFP4 in only one of those two: {', '.join(result.uncovered)}")
+        say(f"quantized in only one of the two exports compared: {', '.join(result.uncovered)}")
     say(f"{result.num_tokens:,} held-out tokens; {sum(result.seconds.values()):.0f} s")
     for fault in faults:
         say(f"FAULT: {fault}")
