@@ -27,7 +27,8 @@ NO_MTP: Final = (
 
 def is_experts_only(quantization: object) -> bool:
     """Whether a quantization block has the layout that NVIDIA publishes, and stock vLLM serves."""
-    return isinstance(quantization, dict) and "fp8" in str(quantization.get("quant_method"))
+    methods = ("fp8", "deepseek_v4_fp8")
+    return isinstance(quantization, dict) and quantization.get("quant_method") in methods
 
 
 def is_draft(hf_config: Any) -> bool:

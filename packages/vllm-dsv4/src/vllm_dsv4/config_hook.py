@@ -7,6 +7,7 @@ stands in the entry of DeepSeek-V4 and does first what vLLM's own does.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from .errors import OptionError, StoredError
 from .moe_backend import find_backend
 from .options import KEY, Options, runtime_formats
 from .plugin import QUANTIZATION
-from .stored import Stored, promised, read_stored
+from .stored import Stored, complete_config, promised, read_stored
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -31,25 +32,23 @@ _log = logging.getLogger(__name__)
 def stored_of(model: str, revision: str | None) -> Stored:
     """What a model's checkpoint holds: its headers where it is a folder, else its config.json."""
     folder = Path(model)
-    if folder.is_dir():
-        return read_stored(folder)
+    return read_stored(folder) if folder.is_dir() else promised(_config_of(model, revision))
+
+
+def _config_of(model: str, revision: str | None) -> Mapping[str, Any]:
+    """config.json as it is; transformers' object no longer tells what was missing."""
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-    config = get_hf_file_to_dict("config.json", model, revision)
+    config: Mapping[str, Any] | None = get_hf_file_to_dict("config.json", model, revision)
     if config is None:
         raise StoredError(f"{model}: no config.json there. Give a checkpoint folder.")
-    return promised(config)
+    return config
 
 
 def options_of(vllm_config: VllmConfig) -> Options:
     """The options of ``--additional-config``; raises OptionError for one that does not exist."""
     additional = vllm_config.additional_config
     return Options.from_mapping(additional.get(KEY) if isinstance(additional, dict) else None)
-
-
-def is_claimed(vllm_config: VllmConfig) -> bool:
-    """Whether this model is ours to load."""
-    return bool(vllm_config.model_config.quantization == QUANTIZATION)
 
 
 class ConfigHook(DeepseekV4ForCausalLMConfig):
@@ -61,10 +60,12 @@ class ConfigHook(DeepseekV4ForCausalLMConfig):
         DeepseekV4ForCausalLMConfig.verify_and_update_model_config(model_config)
         hf_config = model_config.hf_config
         if describes_ours(hf_config, getattr(hf_config, "quantization_config", None)):
-            stored = stored_of(model_config.model, model_config.revision)
-            if stored.notes:
-                _log.warning("config.json has gaps: %s.", "; ".join(stored.notes))
-            _complete(hf_config, stored)
+            complete, notes = complete_config(_config_of(model_config.model, model_config.revision))
+            if notes:
+                _log.warning("config.json has gaps: %s.", "; ".join(notes))
+            # transformers' class derives the others from its own dialect.
+            if getattr(hf_config, "topk_method", None) is None:
+                hf_config.topk_method = complete["topk_method"]
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
@@ -99,12 +100,6 @@ class ConfigHook(DeepseekV4ForCausalLMConfig):
             )
         if speculative is not None and speculative.method == "mtp" and not stored.has_mtp:
             raise StoredError(f"{model.model}: {NO_MTP}")
-
-
-def _complete(hf_config: Any, stored: Stored) -> None:
-    """Only what transformers' class does not derive from its own dialect."""
-    if getattr(hf_config, "topk_method", None) is None:
-        hf_config.topk_method = stored.config["topk_method"]
 
 
 def _uses_mega_moe(vllm_config: VllmConfig) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.fused_moe.deep_gemm_mega_moe import DeepGemmMegaMoEExperts
 
 from nvfp4_codec.checkpoint.header import some_names
@@ -82,7 +83,8 @@ class Loading:
         for module in self._model.modules():
             if isinstance(module, KernelExperts):
                 module.prepare()
-        _log.info("loaded:\n%s", self._transform.report.table())
+        if get_tensor_model_parallel_rank() == 0:  # the others did the same
+            _log.info("loaded:\n%s", self._transform.report.table())
 
     def _check_complete(self, loaded: set[str]) -> None:
         missing = [

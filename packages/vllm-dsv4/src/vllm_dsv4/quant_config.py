@@ -50,9 +50,6 @@ class DSV4NVFP4Config(DeepseekV4FP8Config):
         """Called by vLLM right after construction, with the checkpoint's place."""
         self.stored = stored_of(model_name, revision)
 
-    def apply_vllm_mapper(self, hf_to_vllm_mapper: object) -> None:
-        """Nothing to rename: formats go by official names, which `official_modules` gives."""
-
     @property
     def moe_quant_algo(self) -> str:
         """The base class is asked for experts only where they are not NVFP4."""

@@ -143,7 +143,29 @@ def promised_and_stored(folder: Path) -> Any:
     return [dict(stored_of(model, None).formats) for model in ("somebody/model", str(folder))]
 
 
-def with_backend(site: str, **keywords: Any) -> dict[str, Any]:
+def _run_layer(layer: Any, x: Any, weights: Any, ids: Any) -> Any:
+    """A whole MoE layer, whose gate needs a GPU: it chooses what it is told to."""
+    import inspect
+
+    import torch
+
+    from vllm_dsv4 import model
+
+    real = inspect.signature(model.fused_topk_bias)
+
+    def chosen(**keywords: Any) -> Any:
+        real.bind(**keywords)
+        assert keywords["topk"] == ids.shape[1]
+        assert torch.equal(keywords["gating_output"], x @ layer.gate.weight.T)
+        return weights, ids
+
+    vars(model)["fused_topk_bias"] = chosen
+    layer.gate.forward = lambda tokens: (tokens @ layer.gate.weight.T, None)
+    layer.shared_experts = None
+    return layer(x)
+
+
+def with_backend(site: str, mtp: bool = False, **keywords: Any) -> dict[str, Any]:
     """Loads a model whose experts run on the toy backend, and runs the experts of every layer."""
     import torch
 
@@ -159,13 +181,17 @@ def with_backend(site: str, **keywords: Any) -> dict[str, Any]:
 
     def inspect(model: Any) -> dict[str, Any]:
         experts = [m for m in model.modules() if isinstance(m, KernelExperts)]
-        return {"y": [one(x, weights, ids) for one in experts]}
+        return {
+            "y": [one(x, weights, ids) for one in experts],
+            "with_shared": experts[0](x, weights, ids, lambda tokens: 2 * tokens),
+            "layer": _run_layer(model.model.layers[1].ffn, x, weights, ids) if not mtp else None,
+        }
 
-    model = load(inspect=inspect, **keywords)
+    model = load(inspect=inspect, mtp=mtp, **keywords)
     from toy_backend import Toy
 
     return {
-        "y": model.other["y"], "x": x, "ids": ids, "weights": weights, "shapes": Toy.made,
+        **model.other, "x": x, "ids": ids, "weights": weights, "shapes": Toy.made,
         "counts": dict(model.loaded_counts), "parameters": list(model.parameters),
     }  # fmt: skip
 

@@ -3,6 +3,7 @@ parameter is written exactly once, and holds what the checkpoint means by it."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from .conftest import Vllm
 from .expected import Expected, Rank, check
@@ -76,6 +78,36 @@ def test_wo_a_gets_the_method_and_the_kernel_that_vllm_gives_an_official_one(
                     assert (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
+@pytest.mark.parametrize("mega", [False, True])
+def test_experts_that_are_mxfp4_stay_so(
+    vllm: Vllm, tmp_path: Path, checkpoint: Any, checkpoints: ModuleType, mega: bool
+) -> None:
+    """In one layer, beside NVFP4 in the others: byte for byte as an official checkpoint's."""
+    folder = tmp_path / "mixed"
+    shutil.copytree(checkpoint("full"), folder)
+    official = checkpoints.read(checkpoints.TINY)
+
+    def mix(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.startswith("layers.1.ffn.experts.")]:
+            del tensors[name]
+        own = {n: t for n, t in official.items() if n.startswith("layers.1.ffn.experts.")}
+        tensors.update({name: tensor.clone() for name, tensor in own.items()})
+
+    checkpoints.change(folder, mix)
+    arguments = {"moe_backend": "deep_gemm_mega_moe", "expert_parallel": True} if mega else {}
+    model = vllm.load(folder, **arguments)
+    stock = vllm.load(checkpoints.TINY, without_plugin=True, **arguments)
+    assert set(model.loaded_counts.values()) == {1}
+    own = "model.layers.1.ffn.experts."
+    names = {name for name in stock.parameters if name.startswith(own) and ".shared_" not in name}
+    assert names == {name for name in model.parameters if name.startswith(own)}
+    for name in names:
+        ours, theirs = (m.parameters[name].contiguous().flatten() for m in (model, stock))
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+    other = f"{own.replace('.1.', '.2.')}{'' if mega else 'routed_experts.'}w13_weight_scale_2"
+    assert other in model.parameters
+
+
 def test_ranks_of_two(vllm: Vllm, checkpoint: Any, source: Any, oracle: ModuleType) -> None:
     for expert_parallel in (False, True):
         models = vllm.call(
@@ -100,12 +132,26 @@ def test_ranks_of_eight(
             assert shape[1] == (64 if not options else 128)
 
 
+def test_pipeline_stages(
+    vllm: Vllm, checkpoint: Any, source: Any, oracle: ModuleType, load: Any
+) -> None:
+    """Each has its layers, and converts no other's."""
+    names: set[str] = set()
+    for stage in (0, 1):
+        before = len(vllm.harness.log())
+        model = vllm.load(checkpoint("all-nvfp4", "hf"), pp=2, pp_rank=stage)
+        check(model, oracle, source("all-nvfp4"))
+        names |= set(model.parameters)
+        lines = vllm.harness.log()[before:].splitlines()
+        (row,) = [line for line in lines if "layers.*.attn.wo_a" in line]
+        assert row.split("layers.*.attn.wo_a")[1].split()[0] == "2"
+    assert names == set(load("all-nvfp4", "hf").parameters)
+
+
 def test_shards_that_tear_apart_what_belongs_together(
     vllm: Vllm, tmp_path: Path, checkpoint: Any, checkpoints: ModuleType, source: Any,
     oracle: ModuleType,
 ) -> None:  # fmt: skip
-    import shutil
-
     folder = tmp_path / "split"
     shutil.copytree(checkpoint("two-scales"), folder)
     checkpoints.split(folder)
@@ -115,8 +161,6 @@ def test_shards_that_tear_apart_what_belongs_together(
 def test_a_tensor_that_the_model_does_not_have_is_told_once(
     vllm: Vllm, tmp_path: Path, checkpoint: Callable[..., Path], checkpoints: ModuleType
 ) -> None:
-    import shutil
-
     folder = tmp_path / "more"
     shutil.copytree(checkpoint("full"), folder)
 
@@ -153,15 +197,10 @@ def test_values_that_are_off_would_be_seen(load: Any, source: Any, oracle: Modul
         "model.layers.0.ffn.gate.weight",
     ):
         parameter = model.parameters[name].clone()
-        parameter.view(parameter.dtype if parameter.dtype.itemsize > 1 else _bytes())[-1, -1] += 1
+        is_byte = parameter.dtype.itemsize == 1
+        parameter.view(torch.uint8 if is_byte else parameter.dtype)[-1, -1] += 1
         changed = type(model)(
             {**model.parameters, name: parameter}, model.loaded_counts, {}, model.class_name
         )
         with pytest.raises(AssertionError):
             Expected(oracle, source("all-nvfp4"), Rank()).check(changed)
-
-
-def _bytes() -> Any:
-    import torch
-
-    return torch.uint8

@@ -58,6 +58,8 @@ def test_it_gets_the_experts_and_the_tokens_and_its_result_counts(
     assert found["shapes"] == [SHAPE]  # one backend for all layers
     assert set(found["counts"].values()) == {1}
     assert not [name for name in found["parameters"] if ".experts.w" in name]
+    assert torch.equal(found["with_shared"], found["y"][0] + 2 * found["x"])
+    assert torch.equal(found["layer"], found["y"][1])
     x, ids, weights = (found[name].double() for name in ("x", "ids", "weights"))
     stored = source("two-scales")
     for layer, y in enumerate(found["y"]):

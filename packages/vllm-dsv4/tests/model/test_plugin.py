@@ -52,9 +52,16 @@ def test_vllm_inspects_our_class_in_a_process_of_its_own(
     assert info["architecture"] == "DSV4ForCausalLM"
 
 
-def test_an_official_checkpoint_is_left_to_vllm(vllm: Vllm, checkpoints: ModuleType) -> None:
-    ours = vllm.load(checkpoints.TINY)
-    stock = vllm.load(checkpoints.TINY, without_plugin=True)
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"tp": 2, "rank": 1}, {"moe_backend": "deep_gemm_mega_moe", "expert_parallel": True}],
+    ids=["alone", "tp", "mega"],
+)
+def test_an_official_checkpoint_is_left_to_vllm(
+    vllm: Vllm, checkpoints: ModuleType, arguments: dict[str, Any]
+) -> None:
+    ours = vllm.load(checkpoints.TINY, **arguments)
+    stock = vllm.load(checkpoints.TINY, without_plugin=True, **arguments)
     assert ours.quant_methods == stock.quant_methods
     assert ours.loaded_counts == stock.loaded_counts
     assert list(ours.parameters) == list(stock.parameters)
@@ -123,6 +130,19 @@ def test_gaps_of_the_config_are_filled_with_one_warning(vllm: Vllm, checkpoint: 
     assert "topk_method is missing" in warning
     whole = vllm.call("configured", folder=checkpoint("full"))
     assert not whole["warnings"]
+
+
+def test_without_topk_method_the_gates_bias_is_loaded_all_the_same(
+    vllm: Vllm, tmp_path: Path, checkpoint: Any, checkpoints: ModuleType
+) -> None:
+    for variant in ("full", "experts"):
+        folder = tmp_path / variant
+        shutil.copytree(checkpoint(variant), folder)
+        checkpoints.change_config(folder, lambda config: config.pop("topk_method"))
+        model = vllm.load(folder)
+        assert "model.layers.1.ffn.gate.e_score_correction_bias" in model.loaded_counts
+    with pytest.raises(RemoteError, match="e_score_correction_bias"):
+        vllm.load(tmp_path / "experts", without_plugin=True)
 
 
 def test_options_that_do_not_exist_are_refused_by_name(vllm: Vllm, checkpoint: Any) -> None:

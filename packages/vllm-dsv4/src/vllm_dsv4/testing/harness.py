@@ -30,6 +30,8 @@ def load(
     *,
     tp: int = 1,
     rank: int = 0,
+    pp: int = 1,
+    pp_rank: int = 0,
     expert_parallel: bool = False,
     moe_backend: str = "auto",
     mtp: bool = False,
@@ -37,7 +39,9 @@ def load(
     inspect: Callable[[nn.Module], Mapping[str, Any]] | None = None,
     **arguments: Any,
 ) -> LoadedModel:
-    """Loads a checkpoint as rank ``rank`` of ``tp``; raises what vLLM and the plugin raise.
+    """Loads a checkpoint as rank ``rank`` of ``tp`` in stage ``pp_rank`` of ``pp``.
+
+    Raises what vLLM and the plugin raise.
 
     mtp: the draft model instead. options: those of ``--additional-config``'s "vllm_dsv4".
     inspect: called with the loaded model; what it returns becomes ``other``. arguments: further
@@ -46,14 +50,14 @@ def load(
     if mtp:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
     config = engine_config(
-        folder, tp=tp, expert_parallel=expert_parallel, moe_backend=moe_backend, options=options,
-        **arguments,
+        folder, tp=tp, pp=pp, expert_parallel=expert_parallel, moe_backend=moe_backend,
+        options=options, **arguments,
     )  # fmt: skip
     model_config = config.model_config
     if mtp:
         assert config.speculative_config is not None
         model_config = config.speculative_config.draft_model_config
-    with simulated_rank(rank, tp), set_current_vllm_config(config):
+    with simulated_rank(rank, tp, pp_rank, pp), set_current_vllm_config(config):
         with set_default_torch_dtype(torch.bfloat16):
             model = initialize_model(config, model_config=model_config)
         counts: Counter[str] = Counter()
@@ -73,6 +77,7 @@ def engine_config(
     folder: Path,
     *,
     tp: int = 1,
+    pp: int = 1,
     expert_parallel: bool = False,
     moe_backend: str = "auto",
     options: Mapping[str, Any] | None = None,
@@ -88,6 +93,7 @@ def engine_config(
         block_size=256,
         enforce_eager=True,
         tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
         enable_expert_parallel=expert_parallel,
         moe_backend=moe_backend,
         additional_config={"vllm_dsv4": dict(options)} if options else {},

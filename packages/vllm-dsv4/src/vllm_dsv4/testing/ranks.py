@@ -29,13 +29,14 @@ class _Group(GroupCoordinator):
 
 
 @contextmanager
-def simulated_rank(rank: int, tp: int) -> Iterator[None]:
-    """Within it vLLM believes to be this rank of a tensor-parallel group, alone otherwise.
+def simulated_rank(rank: int, tp: int, pp_rank: int = 0, pp: int = 1) -> Iterator[None]:
+    """Within it vLLM believes to be this rank of a tensor-parallel group in a pipeline's stage.
 
     The expert-parallel group is the tensor-parallel one, as in vLLM without data parallelism.
     """
     alone, group = _Group(1, 0), _Group(tp, rank)
-    groups = dict.fromkeys(("_DP", "_PP", "_PCP", "_DCP", "_INNER_DP_WORLD"), alone)
+    groups = dict.fromkeys(("_DP", "_PCP", "_DCP", "_INNER_DP_WORLD"), alone)
+    groups["_PP"] = _Group(pp, pp_rank)
     groups |= dict.fromkeys(("_TP", "_WORLD", "_EP", "_ETP", "_EPLB"), group)
     before = {name: getattr(parallel_state, name) for name in (*groups, "_NODE_COUNT")}
     try:
