@@ -7,6 +7,7 @@ import io
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, TypeAlias
 
 from .cli_output import printable, reader_left
@@ -23,6 +24,21 @@ def add_command(commands: Commands, name: str, help: str) -> argparse.ArgumentPa
     parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--debug", action="store_true", help="show a traceback on errors")
+    return parser
+
+
+def command_parser(
+    program: str, description: str, version: str, package: str, commands: Sequence[str]
+) -> argparse.ArgumentParser:
+    """A parser with --version and one subcommand for each module ``package.COMMAND``.
+
+    Such a module's ``register(commands)`` adds its parser.
+    """
+    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"{program} {version}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in commands:
+        import_module(f".{name}", package).register(subparsers)
     return parser
 
 

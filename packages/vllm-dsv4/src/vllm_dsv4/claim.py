@@ -11,7 +11,7 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from . import compat
-from .errors import StoredError
+from .errors import LoadError, StoredError
 from .plugin import QUANTIZATION
 from .stored import is_ours
 
@@ -101,4 +101,4 @@ class Claim(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Never asked: `from_config` makes another class."""
-        raise NotImplementedError
+        raise LoadError(f"{prefix}: vLLM asked the claim for a method. Report this, please.")

@@ -27,8 +27,8 @@ from .agreement import Logprobs
 ENGINE = Path(__file__).with_name("engine.py")
 NEW_TOKENS = 64
 WINDOWS = 4
-#: Seconds for one engine, its kernels' compilation included.
-PATIENCE = 300
+#: Seconds for one engine. With empty caches, kernels take up to four minutes to compile.
+PATIENCE = 500
 
 #: Small enough for several engines on one GPU; nothing is measured of the GPU's memory, which the
 #: others change meanwhile.
@@ -44,7 +44,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }  # fmt: skip
 STOCK: Mapping[str, str] = {"VLLM_PLUGINS": ""}
 #: The extra arguments of two ranks; the custom all-reduce would exchange memory handles.
@@ -56,7 +56,7 @@ class Job:
     """What to serve, how, and what to ask.
 
     checkpoint: a name of variants.py, ``official`` or ``prepared``. prompts: all lengths with the
-    long one, the short ones, or none.
+    long one, or none.
     """
 
     checkpoint: str
@@ -135,20 +135,12 @@ class Served:
         assert self.about
         return self.arrays["losses"]
 
-    @property
-    def greedy(self) -> list[list[int]]:
-        """What follows the short prompts, asked for in one batch."""
-        assert self.about
-        found: list[list[int]] = self.arrays["greedy"].tolist()
-        return found
-
 
 def asked(job: Job) -> list[list[int]]:
     """The prompts whose logprobs the job wants."""
     if job.prompts == "none":
         return []
-    short = texts.prompts()
-    return short if job.prompts == "short" else [*short, texts.long_prompt()]
+    return [*texts.prompts(), texts.long_prompt()]
 
 
 class Fleet:

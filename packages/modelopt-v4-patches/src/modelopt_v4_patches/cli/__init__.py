@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
-from nvfp4_codec.cli_frame import run_command
+from nvfp4_codec.cli_frame import command_parser, run_command
 
 from .. import __version__
 from ..errors import DSV4Error
@@ -24,14 +23,8 @@ ALIASES = {"--export-only": "export", "--validate-only": "validate"}
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="DeepSeek-V4 to NVFP4.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        import_module(f".{name}", __package__).register(commands)
-    return parser
+    description = "DeepSeek-V4 to NVFP4."
+    return command_parser(PROGRAM, description, __version__, __name__, COMMANDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ other half of the fused matrix comes out scaled wrongly: nothing fails, the text
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,27 +37,6 @@ class FusedGroup:
     def kind(self) -> str:
         """What it is, indices left out: ``layers.*.ffn.experts.*.w1+w3``."""
         return "+".join((pattern(self.modules[0]), *(m.rsplit(".")[-1] for m in self.modules[1:])))
-
-
-@dataclass(frozen=True)
-class Unified:
-    """What a common weight_scale_2 cost a kind of group; errors are relative, of block scales."""
-
-    groups: int = 0
-    blocks: int = 0
-    inexact_blocks: int = 0
-    vanished_blocks: int = 0
-    max_relative_error: float = 0.0
-
-    def plus(self, parts: Collection[UnifiedPart]) -> Unified:
-        """With one more group."""
-        return Unified(
-            self.groups + 1,
-            self.blocks + sum(part.num_blocks for part in parts),
-            self.inexact_blocks + sum(part.inexact_blocks for part in parts),
-            self.vanished_blocks + sum(part.underflowed_blocks for part in parts),
-            max(self.max_relative_error, *(part.max_relative_error for part in parts)),
-        )
 
 
 def fused_groups(source: Checkpoint, model: Recognized) -> Iterator[FusedGroup]:

@@ -19,11 +19,12 @@ from nvfp4_codec.checkpoint import Checkpoint, ShardWriter
 from nvfp4_codec.checkpoint.header import relabel, shown
 from nvfp4_codec.checkpoint.job import Job, Outcome, Shard, Step, run
 from nvfp4_codec.checkpoint.writer import Fault, share_blocks
+from nvfp4_codec.convert import Unified
 from nvfp4_codec.errors import CheckpointError
 from nvfp4_codec.schemas.deepseek_v4.recognize import Recognized
 
 from ..progress import progress
-from .fused import FusedGroup, Unified, with_one_scale
+from .fused import FusedGroup, with_one_scale
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from .fp8_block import (
     quantize_fp8_block_with_report,
 )
 from .mxfp4 import NVFP4Cast, joint_weight_scale_2, mxfp4_to_nvfp4
-from .unify import UnifiedPart, rescale_weight_scale, unify_weight_scale_2
+from .unify import Unified, UnifiedPart, rescale_weight_scale, unify_weight_scale_2
 
 __all__ = [
     "NVFP4Cast",
     "RequantizationReport",
+    "Unified",
     "UnifiedPart",
     "divisor_to_multiplier",
     "from_compressed_tensors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -39,6 +39,31 @@ class UnifiedPart:
     @property
     def exact(self) -> bool:
         return self.inexact_blocks == 0
+
+
+@dataclass(frozen=True)
+class Unified:
+    """What common weight_scale_2 cost many fused groups.
+
+    groups: that had more than one. blocks, inexact_blocks, vanished_blocks: of these groups.
+    max_relative_error: of a block's scale, hence of its values.
+    """
+
+    groups: int = 0
+    blocks: int = 0
+    inexact_blocks: int = 0
+    vanished_blocks: int = 0
+    max_relative_error: float = 0.0
+
+    def plus(self, parts: Collection[UnifiedPart]) -> Unified:
+        """With one more group."""
+        return Unified(
+            self.groups + 1,
+            self.blocks + sum(part.num_blocks for part in parts),
+            self.inexact_blocks + sum(part.inexact_blocks for part in parts),
+            self.vanished_blocks + sum(part.underflowed_blocks for part in parts),
+            max(self.max_relative_error, *(part.max_relative_error for part in parts)),
+        )
 
 
 def unify_weight_scale_2(

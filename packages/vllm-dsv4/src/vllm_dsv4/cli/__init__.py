@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
-from nvfp4_codec.cli_frame import run_command
+from nvfp4_codec.cli_frame import command_parser, run_command
 
 from .. import __version__
 from ..errors import DSV4Error
@@ -22,14 +21,9 @@ COMMANDS = ("doctor", "plan", "serve", "prepare")
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Serves full-NVFP4 DeepSeek-V4 with vLLM.", allow_abbrev=False
+    return command_parser(
+        PROGRAM, "Serves full-NVFP4 DeepSeek-V4 with vLLM.", __version__, __name__, COMMANDS
     )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        import_module(f".{name}", __package__).register(commands)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

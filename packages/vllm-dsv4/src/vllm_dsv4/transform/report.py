@@ -7,34 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from nvfp4_codec.convert import RequantizationReport, UnifiedPart
+from nvfp4_codec.convert import RequantizationReport, Unified, UnifiedPart
 
 from ..stored import Format
-
-
-@dataclass(frozen=True)
-class Unified:
-    """What a common weight_scale_2 cost the fused linears of a path.
-
-    groups: that had more than one. blocks, inexact_blocks, vanished_blocks: of these groups.
-    max_relative_error: of a block's scale, hence of its values.
-    """
-
-    groups: int = 0
-    blocks: int = 0
-    inexact_blocks: int = 0
-    vanished_blocks: int = 0
-    max_relative_error: float = 0.0
-
-    def plus(self, parts: Collection[UnifiedPart]) -> Unified:
-        """With one more group."""
-        return Unified(
-            self.groups + 1,
-            self.blocks + sum(part.num_blocks for part in parts),
-            self.inexact_blocks + sum(part.inexact_blocks for part in parts),
-            self.vanished_blocks + sum(part.underflowed_blocks for part in parts),
-            max(self.max_relative_error, *(part.max_relative_error for part in parts)),
-        )
 
 
 @dataclass(frozen=True)
