@@ -21,19 +21,22 @@ Scales = dict[str, Tensor]
 
 def with_one_scale(
     scales: Mapping[str, Scales], weights: Mapping[str, Tensor]
-) -> tuple[dict[str, Scales], tuple[UnifiedPart, ...]]:
+) -> tuple[Mapping[str, Scales], tuple[UnifiedPart, ...]]:
     """The scales of a group of fused linears, made to agree; all by module.
 
     scales: of each module weight_scale, weight_scale_2 and input_scale. weights: the codes, as far
     as they are at hand; they only make the count of inexact blocks exact. A block whose scale
     would round to zero vanishes: it was below 2^-18 of the largest that the group can hold.
-    Returns nothing new, and an empty report, where they agree already. Raises ScaleError for a
+    Returns the same tensors, and an empty report, where they agree already. Raises ScaleError for a
     weight_scale_2 that is not positive and finite.
     """
     factors = {module: _factor(parts["weight_scale_2"], module) for module, parts in scales.items()}
-    largest = max(factors, key=lambda module: factors[module])
-    input_scale = max((parts["input_scale"] for parts in scales.values()), key=float)
+    inputs = {module: float(parts["input_scale"]) for module, parts in scales.items()}
     agree = len(set(factors.values())) == 1
+    if agree and len(set(inputs.values())) == 1:  # of most experts
+        return scales, ()
+    largest = max(factors, key=factors.__getitem__)
+    input_scale = scales[max(inputs, key=inputs.__getitem__)]["input_scale"]
     made: dict[str, Scales] = {}
     report = []
     for module, parts in scales.items():
@@ -56,7 +59,7 @@ def with_one_scale(
 
 def _factor(scale_2: Tensor, module: str) -> float:
     value = float(scale_2)
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < math.inf:
         raise ScaleError(
             f"weight_scale_2 of {module} is {value:g}; a positive finite number is needed. The "
             "tensor was not calibrated, or was all zero: quantize it again"

@@ -94,7 +94,7 @@ class Transform:
                 continue
             stored_module, _, part = name.rpartition(".")
             linear = known.get(stored_module)
-            if name in doubled:
+            if doubled and name in doubled:
                 self._drop(name)
             elif linear is None and (linear := self._linears.look_up(stored_module)) is None:
                 yield from self._other(name, tensor)
