@@ -89,7 +89,8 @@ def bench(session: nox.Session) -> None:
     """The CPU benchmarks: a table from cpu.py, JSON from the others.
 
     `bench -- NAME ARGUMENTS...` runs one of any package's: `bench -- cpu --json cpu.json`, and on a
-    machine with a GPU `bench -- gpu --out gpu.json`.
+    machine with a GPU `bench -- gpu --out gpu.json`, on Hopper
+    `bench -- hopper --peers --out docs/hopper.json`, which draws docs/hopper.svg too.
     """
     install_workspace(session, "--group=test")
     name, *arguments = session.posargs or [""]

@@ -192,6 +192,9 @@ class Group:
         ({"num_max_tokens_per_rank": 10**30}, ShapeError, "positive integer of at most 1048576"),
         ({"ring_rows": 256.0}, ShapeError, "ring_rows is 256.0"),
         ({"group": "x"}, DtypeError, "group is a str, expected a ProcessGroup"),
+        ({"num_experts": 10**30}, ShapeError, "expected 1 to 65536"),
+        ({"hidden": 1 << 40}, ShapeError, "hidden is 1099511627776, expected at most 1048576"),
+        ({"device": "meta"}, BackendError, "device is 'meta', expected 'cuda', or 'cpu'"),
         ({"device": "gpu"}, BackendError, "device is 'gpu', expected a device of torch"),
         ({"device": None}, BackendError, "device is None"),
         ({"group": Group(80)}, BackendError, "80 ranks, the largest NVLink domain has 72 GPUs"),
@@ -209,6 +212,13 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackendError, match="device is 'cuda:0' and torch finds no GPU"):
         _buffer("nvfp4", device="cuda:0")
+
+
+def test_a_gpu_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(BackendError, match="device is 'cuda:2' and torch finds 2 GPUs here"):
+        _buffer("nvfp4", device="cuda:2")
 
 
 def test_a_group_of_one_is_this_process() -> None:
@@ -234,6 +244,7 @@ WEIGHTS = torch.zeros(TOKENS, TOPK)
         ({"x": X.to("meta")}, ShapeError, "x is on meta, the buffer on cpu"),
         ({"sym_buffer": [1]}, DtypeError, "sym_buffer is a list"),
         ({"x": X.to_sparse()}, DtypeError, "x is torch.sparse_coo, expected a dense tensor"),
+        ({"topk_idx": IDS.to_sparse(), "topk_weights": WEIGHTS}, DtypeError, "sparse_coo"),
         ({"topk_idx": [[0]], "topk_weights": WEIGHTS}, DtypeError, "topk_idx is a list"),
         ({"topk_idx": IDS, "topk_weights": [[0]]}, DtypeError, "topk_weights is a list"),
         ({"x": X.to(torch.float8_e4m3fn), "scales": [1.0]}, DtypeError, "scales is a list"),
@@ -323,7 +334,7 @@ def test_calls_that_cannot_be_are_refused_before_anything_runs(
     _refused(case, RecipeError, "recipe is None", recipe=None)
     _refused(case, RecipeError, "swiglu_limit is -1", swiglu_limit=-1)
     _refused(case, RecipeError, "swiglu_limit is nan", swiglu_limit=float("nan"))
-    for no_number in ("10", True, torch.tensor(10.0)):
+    for no_number in ("10", True, torch.tensor(10.0), 10**400):
         _refused(case, RecipeError, "swiglu_limit is", swiglu_limit=no_number)
     _refused(case, RecipeError, "activation is \\['nvfp4'\\], expected", activation=["nvfp4"])
     _refused(case, DtypeError, "sym_buffer is a Tensor", sym_buffer=Y)
@@ -342,10 +353,11 @@ def test_calls_that_cannot_be_are_refused_before_anything_runs(
     _refused(case, ShapeError, "y has 10 tokens, the buffer holds 8", y=Y.repeat(2, 1))
     _refused(case, ShapeError, "expected contiguous", y=torch.cat((Y, Y), 1)[:, ::2])
     _refused(case, ShapeError, "y is on meta", y=Y.to("meta"))
-    elsewhere = replace(l1, weight=l1.weight.to("meta"))
+    moved = {name: getattr(l1, name) for name in ("weight", "scale", "alpha", "input_scale")}
+    elsewhere = replace(l1, **{k: None if t is None else t.to("meta") for k, t in moved.items()})
     _refused(case, ShapeError, "l1_weights is on meta", l1_weights=elsewhere)
     _refused(case, BackendError, "backend is 'auto', expected", backend="auto")
-    _refused(case, BackendError, f"no kernel for {arch} yet.*backend='reference'", backend="kernel")
+    _refused(case, BackendError, "no kernel for .*backend='reference'", backend="kernel")
 
 
 def test_the_reference_backend_has_one_rank(ready: dict[str, Any]) -> None:

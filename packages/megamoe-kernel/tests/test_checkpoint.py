@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megamoe_kernel import (
+    DtypeError,
     ExpertWeights,
+    ShapeError,
     load_experts,
     transform_nvfp4_weights_for_mega_moe,
     untransform_nvfp4_weights,
@@ -161,6 +163,45 @@ def test_what_is_not_there(write: Write, make_layer: Any) -> None:
         load_experts(folder, 1, experts=[0, 4])
     with pytest.raises(CheckpointError, match="layers.0.ffn.experts.0.w1.weight"):
         load_experts(folder, 0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "match"),
+    [
+        (-1, ShapeError, "layer is -1, expected the index of a main layer"),
+        (True, DtypeError, "layer is True"),
+        (1.0, DtypeError, r"layer is 1\.0"),
+        (None, DtypeError, "layer is None"),
+        ("1", ShapeError, "layer is '1', expected .* a block name such as 'mtp.0'"),
+        ("", ShapeError, "layer is ''"),
+        ("layers.-1", ShapeError, "layer is 'layers.-1'"),
+        ("layers.01", ShapeError, "layer is 'layers.01'"),
+        ("mtp.0.ffn", ShapeError, "layer is 'mtp.0.ffn'"),
+        ("mtp.9", CheckpointError, r"tensor mtp\.9\.ffn\.experts.* not among"),
+        (99, CheckpointError, r"tensor layers\.99\.ffn\.experts.* not among"),
+    ],
+    ids=repr,
+)
+def test_layers_that_are_not_there(
+    layer: Any, error: type[Exception], match: str, write: Write, make_layer: Any
+) -> None:
+    folder = write(_nvfp4(make_layer(4, 128, 128)))
+    with pytest.raises(error, match=match):
+        load_experts(folder, layer)
+    assert torch.equal(
+        load_experts(folder, "layers.1")[0].weight, load_experts(folder, 1)[0].weight
+    )
+
+
+@pytest.mark.parametrize("experts", ["01", 3, [True], [1.0], [[0]], [None]], ids=repr)
+def test_what_are_no_expert_ids(experts: Any, write: Write, make_layer: Any) -> None:
+    folder = write(_nvfp4(make_layer(4, 128, 128)))
+    with pytest.raises(DtypeError, match="experts (is|holds) .*, expected .*expert ids"):
+        load_experts(folder, 1, experts=experts)
+    for number in (torch.tensor([1, 2]), range(1, 3), (1, 2)):
+        assert load_experts(folder, 1, experts=number)[0].num_experts == 2
+    with pytest.raises(DtypeError, match="folder is a NoneType, expected a path"):
+        load_experts(None, 1)  # type: ignore[arg-type]
 
 
 def test_mxfp4_that_nvfp4_cannot_hold_is_refused(write: Write) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,69 @@ def test_four_scales_make_a_word_low_byte_first() -> None:
         pack_ue4m3_to_int32(scale.float())
 
 
+@pytest.mark.parametrize("order", [None, "mn_major", "utccp"])
+def test_strides_do_not_matter(order: Any) -> None:
+    scale = _scales(128, 8)
+    wide = torch.stack((scale, scale), -1)
+    spellings = {
+        "transposed": scale.mT.contiguous().mT,
+        "every other column": wide[..., 0],
+        "flipped twice": scale.flip(0, 1).flip(0, 1),
+        "an odd address": torch.cat((scale.new_zeros(1), scale.flatten()))[1:].view(128, 8),
+        "inner rows": torch.cat((scale, scale, scale))[128:256],
+    }
+    expected = _pack(scale, order)
+    for name, spelling in spellings.items():
+        for form in (spelling, spelling.view(torch.float8_e4m3fn)):
+            assert torch.equal(_pack(form, order), expected), name
+    row = scale[:1].expand(128, 8)
+    assert torch.equal(_pack(row, order), _pack(row.contiguous(), order))
+
+
+@pytest.mark.parametrize("order", [None, "mn_major", "utccp"])
+@pytest.mark.parametrize("shape", [(0, 8), (128, 0), (0, 128, 8), (2, 128, 0)], ids=str)
+def test_nothing_makes_no_words(shape: tuple[int, ...], order: Any) -> None:
+    words = _pack(torch.empty(shape, dtype=torch.uint8), order)
+    assert words.shape == (*shape[:-1], shape[-1] // 4)
+    assert words.dtype == torch.int32
+
+
+@pytest.mark.parametrize("order", [None, "mn_major", "utccp"])
+@pytest.mark.parametrize(
+    ("scale", "error", "match"),
+    [
+        (None, DtypeError, "is NoneType, expected torch.float8_e4m3fn or torch.uint8"),
+        ([[1, 2, 3, 4]], DtypeError, "is list"),
+        (torch.zeros(128, 8, dtype=torch.int64), DtypeError, "is torch.int64"),
+        (torch.zeros(128, 8, dtype=torch.bool), DtypeError, "is torch.bool"),
+        (torch.zeros(128, 8).to(torch.float8_e5m2), DtypeError, "is torch.float8_e5m2"),
+        (torch.zeros(128, 8, dtype=torch.uint8).to_sparse(), DtypeError, "torch.sparse_coo"),
+        (torch.tensor(1, dtype=torch.uint8), ShapeError, r"has shape \(\), expected \[\.\.\., "),
+        (torch.zeros(128, 6, dtype=torch.uint8), ShapeError, "multiple of 4; pad it with zero"),
+    ],
+    ids=["None", "list", "int64", "bool", "e5m2", "sparse", "0-dim", "6 columns"],
+)
+def test_what_are_no_scales(scale: Any, error: type[Exception], match: str, order: Any) -> None:
+    with pytest.raises(error, match=match):
+        _pack(scale, order)
+
+
+def test_a_layout_has_rows() -> None:
+    for scale in (_scales(8), torch.tensor(1, dtype=torch.int32)):
+        with pytest.raises(ShapeError, match=r"expected \[\.\.\., N, K/16\]"):
+            transform_sf_into_required_layout(scale)
+    with pytest.raises(ShapeError, match="sf has 96 rows, expected a multiple of 128"):
+        transform_sf_into_required_layout(_scales(96, 8), order="utccp")
+    assert transform_sf_into_required_layout(_scales(97, 8)).stride() == (1, 100)
+
+
+def _pack(scale: Any, order: Any) -> Tensor:
+    """With pack_ue4m3_to_int32, or into a layout."""
+    if order is None:
+        return pack_ue4m3_to_int32(scale)
+    return transform_sf_into_required_layout(scale, order=order)
+
+
 @pytest.mark.parametrize("order", ["mn_major", "utccp"])
 def test_required_layout_from_bytes_or_words(order: str) -> None:
     scale = _scales(2, 128, 8).view(torch.float8_e4m3fn)
@@ -119,6 +183,8 @@ def test_other_granularities_are_refused() -> None:
     scale = _scales(128, 8)
     with pytest.raises(RecipeError, match="gran_k is 32, expected 16.*ue8m0"):
         transform_sf_into_required_layout(scale, gran_k=32)
+    with pytest.raises(RecipeError, match="gran_k is '16', expected 16"):
+        transform_sf_into_required_layout(scale, gran_k="16")  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="order is 'k_major'"):
         transform_sf_into_required_layout(scale, order="k_major")  # type: ignore[arg-type]
     with pytest.raises(DtypeError, match="float8_e8m0fnu"):

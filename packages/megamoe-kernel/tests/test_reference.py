@@ -424,7 +424,7 @@ def test_mismatches_are_refused(make_layer: Any, make_tokens: Any) -> None:
         run()
     with pytest.raises(RecipeError, match="swiglu_limit is 0"):
         run(tokens, swiglu_limit=0)
-    with pytest.raises(DtypeError, match="topk_weights torch.float64"):
+    with pytest.raises(DtypeError, match="topk_weights of rank 0 is torch.float64"):
         run(replace(tokens, topk_weights=tokens.topk_weights.double()))
     with pytest.raises(ShapeError, match=r"topk_idx of rank 0 has shape \(3, 1\)"):
         run(replace(tokens, topk_idx=tokens.topk_idx[:, :1]))
@@ -477,6 +477,38 @@ def test_arguments_of_other_kinds_are_refused(make_layer: Any, make_tokens: Any)
     )
     with pytest.raises(ShapeError, match="topk_idx of rank 1 has 1 slots, rank 0's has 2"):
         run([tokens, narrow])
+
+
+def test_tokens_of_other_kinds_are_refused(make_layer: Any, make_tokens: Any) -> None:
+    layer = make_layer(4, 64, 32)
+    bf16, fp4 = (make_tokens(3, 64, 4, 2, activation) for activation in ("bf16", "nvfp4"))
+    q = fp4.x
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (replace(bf16, topk_idx=bf16.topk_idx.tolist()), DtypeError, "topk_idx of rank 0 is list"),
+        (replace(bf16, topk_idx=bf16.topk_idx.bool()), DtypeError, "is torch.bool"),
+        (replace(bf16, topk_weights=[[1.0]]), DtypeError, "topk_weights of rank 0 is list"),
+        (replace(bf16, x=bf16.x.tolist()), DtypeError, "x of rank 0 is list"),
+        (replace(bf16, x=bf16.x.float()), DtypeError, "x of rank 0 is torch.float32"),
+        (replace(bf16, x=bf16.x.to_sparse()), DtypeError, "x of rank 0 is torch.sparse_coo"),
+        (replace(bf16, x=bf16.x.to("meta")), ShapeError, "x of rank 0 is on meta, the weights on"),
+        (replace(bf16, topk_idx=bf16.topk_idx.to("meta")), ShapeError, "topk_idx of rank 0 is on"),
+        (replace(bf16, topk_weights=bf16.topk_weights.to("meta")), ShapeError, "topk_weights of"),
+    ]
+    for name, value, match in (
+        ("codes", q.codes.view(torch.int8), "codes of rank 0 is torch.int8"),
+        ("codes", q.codes.tolist(), "codes of rank 0 is list"),
+        ("block_scale", q.block_scale.view(torch.uint8), "block_scale of rank 0 is torch.uint8"),
+        ("block_scale", q.block_scale.float(), "block_scale of rank 0 is torch.float32"),
+        ("scale", q.scale.double(), "scale of rank 0 is torch.float64"),
+        ("scale", None, "scale of rank 0 is NoneType"),
+    ):
+        cases.append((replace(fp4, x=replace(q, **{name: value})), DtypeError, match))
+    for tokens, error, match in cases:
+        activation: Any = "nvfp4" if isinstance(tokens.x, QuantizedTokens) else "bf16"
+        with pytest.raises(error, match=match):
+            mega_moe([tokens], layer.w13, layer.w2, activation=activation)
+    with pytest.raises(ShapeError, match="w13 is a meta tensor"):
+        mega_moe([bf16], layer.w13.to("meta"), layer.w2.to("meta"), activation="bf16")
 
 
 def test_what_the_intermediate_needs(make_layer: Any, make_tokens: Any) -> None:

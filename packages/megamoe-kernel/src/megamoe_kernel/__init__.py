@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .api import fp8_nvfp4_mega_moe, nvfp4_mega_moe, prepare_inputs
     from .buffer import SymmBuffer, get_symm_buffer_for_nvfp4_mega_moe
     from .checkpoint import load_experts
+    from .custom_op import mega_moe_op
     from .errors import (
         ArchitectureError,
         BackendError,
@@ -60,6 +61,7 @@ _HOMES = {
     "fp8_nvfp4_mega_moe": "api",
     "get_symm_buffer_for_nvfp4_mega_moe": "buffer",
     "load_experts": "checkpoint",
+    "mega_moe_op": "custom_op",
     "nvfp4_mega_moe": "api",
     "pack_ue4m3_to_int32": "layout_sm100",
     "prepare_inputs": "api",
@@ -95,6 +97,7 @@ __all__ = [
     "fp8_nvfp4_mega_moe",
     "get_symm_buffer_for_nvfp4_mega_moe",
     "load_experts",
+    "mega_moe_op",
     "nvfp4_mega_moe",
     "pack_ue4m3_to_int32",
     "prepare_inputs",

@@ -12,7 +12,7 @@ from nvfp4_codec.formats import decode_e2m1, decode_e4m3
 from nvfp4_codec.scales import AMAX_PER_SCALE, get_profile
 
 from .errors import DtypeError, ShapeError
-from .experts import BLOCK_SIZE
+from .experts import BLOCK_SIZE, check_dtype
 
 #: The codec's rules by which activations are quantized: IEEE rounding throughout, -0.0 kept.
 PROFILE = "ieee"
@@ -44,9 +44,7 @@ def quantize_tokens(x: Tensor) -> QuantizedTokens:
     there. No value is looked at, so non-finite ones are not refused: their token gets an
     unspecified result. Raises DtypeError, ShapeError.
     """
-    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise DtypeError(f"x is {found}, expected bfloat16, float16 or float32")
+    check_dtype("x", x, *FLOATS)
     if x.ndim != 2 or not x.shape[1] or x.shape[1] % BLOCK_SIZE:
         raise ShapeError(
             f"x has shape {tuple(x.shape)}, expected [tokens, K] with K a positive multiple of "
@@ -96,8 +94,11 @@ def decode_hidden_states(x: Tensor, scales: Tensor | None) -> Tensor:
         )
     if scales is None:
         raise DtypeError("x is float8_e4m3fn without scales; pass scales=[tokens, hidden / 128]")
-    if not isinstance(scales, Tensor):
-        raise DtypeError(f"scales is a {type(scales).__name__}, expected a tensor")
+    if not isinstance(scales, Tensor) or scales.layout != torch.strided:
+        kind = scales.layout if isinstance(scales, Tensor) else f"a {type(scales).__name__}"
+        raise DtypeError(f"scales is {kind}, expected a dense tensor")
+    if scales.device != x.device:
+        raise ShapeError(f"scales are on {scales.device}, x on {x.device}")
     tokens, hidden = x.shape
     if scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
         raise DtypeError(

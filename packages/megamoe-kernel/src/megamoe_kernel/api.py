@@ -8,7 +8,7 @@ multiplies FP8 by NVFP4. FP8 hidden states are quantized to NVFP4 where the tens
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from .errors import (
 from .experts import check_dtype, check_shape
 from .prepare_kernel import has_kernel, prepare_on_gpu
 from .reference import Activation, RankTokens, Tokens, check_limit, mega_moe, required_input_scale
+from .sm90_kernel import run_sm90_layer
 from .weights import Arch, MegaMoEWeights, check_layers, untransform_nvfp4_weights
 
 RequestedActivation = Literal["nvfp4", "bf16", "fp8"]
@@ -40,6 +41,26 @@ _WHY_NOT: dict[RequestedActivation, str] = {
     "fp8": "no tensor core multiplies FP8 by NVFP4, and no mode that rounds the weights to FP8 is "
     "implemented; prepare_inputs takes FP8 hidden states for the other activations",
 }
+
+
+class LayerKernel(Protocol):
+    """Runs a whole layer on checked arguments, on the current stream; see fp8_nvfp4_mega_moe."""
+
+    def __call__(
+        self,
+        y: Tensor,
+        l1_weights: MegaMoEWeights,
+        l2_weights: MegaMoEWeights,
+        sym_buffer: SymmBuffer,
+        /,
+        *,
+        swiglu_limit: float | None,
+        shared: tuple[MegaMoEWeights, MegaMoEWeights] | None,
+    ) -> None: ...
+
+
+#: The architectures whose layer there is a kernel for.
+LAYER_KERNELS: dict[Arch, LayerKernel] = {"sm_90a": run_sm90_layer}
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +109,7 @@ def prepare_inputs(
         if tensor is not None and tensor.device != sym_buffer.x.device:
             raise ShapeError(f"{name} is on {tensor.device}, the buffer on {sym_buffer.x.device}")
     if topk_idx is not None and topk_weights is not None:
-        if topk_idx.dtype not in (torch.int32, torch.int64):
-            raise DtypeError(f"topk_idx is {topk_idx.dtype}, expected int64 or int32")
+        check_dtype("topk_idx", topk_idx, torch.int64, torch.int32)
         check_dtype("topk_weights", topk_weights, torch.float32)
         check_shape("topk_idx", topk_idx, (tokens, sym_buffer.num_topk))
         check_shape("topk_weights", topk_weights, (tokens, sym_buffer.num_topk))
@@ -170,10 +190,17 @@ def fp8_nvfp4_mega_moe(
         return
     if backend != "kernel":
         raise BackendError(f"backend is {backend!r}, expected 'kernel' or 'reference'")
-    raise BackendError(
-        f"there is no kernel for {l1_weights.arch} yet; pass backend='reference' for the slow "
-        "definition in plain torch"
-    )
+    run = LAYER_KERNELS.get(l1_weights.arch)
+    if run is None:
+        raise BackendError(
+            f"there is no kernel for {l1_weights.arch} yet; pass backend='reference' for the slow "
+            "definition in plain torch"
+        )
+    if not has_kernel(sym_buffer.device):
+        raise BackendError(
+            f"there is no kernel for {sym_buffer.device}; pass backend='reference' there"
+        )
+    run(y, l1_weights, l2_weights, sym_buffer, swiglu_limit=swiglu_limit, shared=shared)
 
 
 nvfp4_mega_moe = fp8_nvfp4_mega_moe

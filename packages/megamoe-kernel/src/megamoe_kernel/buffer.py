@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from .buffer_layout import BufferLayout
-from .buffer_sizes import LARGEST_TILE, check_num_ranks, layer_layout
-from .errors import BackendError, DtypeError, RecipeError, ShapeError
+from .buffer_layout import BufferLayout, Field
+from .buffer_sizes import (
+    LARGEST_TILE,
+    MOST_EXPERTS,
+    check_num_ranks,
+    check_width,
+    layer_layout,
+)
+from .errors import BackendError, DtypeError, LayoutError, RecipeError, ShapeError
 from .experts import check_aligned, is_integer
 from .failure import Failure, read_failure
 from .models import MoEShape
@@ -37,6 +45,7 @@ class SymmBuffer:
 
     layout: where each field lies; ``field`` gives one as a tensor, ``address`` its address.
     peers: the address of every rank's memory, this rank's included, as this GPU sees it.
+    handle: a number by which graphs name the buffer (see find_buffer).
     After ``destroy`` every use raises BackendError.
     """
 
@@ -52,7 +61,11 @@ class SymmBuffer:
     peers: tuple[int, ...] = field(repr=False)
     memory: Tensor | None = field(repr=False)
     group: ProcessGroup | None = field(repr=False, default=None)
+    handle: int = field(repr=False, init=False, default_factory=count().__next__)
     _fields: dict[str, Tensor] = field(repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _BUFFERS[self.handle] = self
 
     @property
     def num_experts_per_rank(self) -> int:
@@ -90,8 +103,8 @@ class SymmBuffer:
     def field(self, name: str) -> Tensor:
         """A field of the table as a tensor ``[rows, columns]`` in this memory."""
         memory = self._required()
+        row = self._row(name)
         if name not in self._fields:
-            row = self.layout.fields[name]
             raw = memory[row.offset : row.offset + row.nbytes]
             dtype = _DTYPES[row.type]
             if self.activation == "bf16" and name in ("x", "ring_x", "ring_h"):
@@ -101,7 +114,7 @@ class SymmBuffer:
 
     def address(self, name: str) -> int:
         """The address of a field in this rank's memory."""
-        return self._required().data_ptr() + self.layout.fields[name].offset
+        return self._required().data_ptr() + self._row(name).offset
 
     def failure(self) -> Failure | None:
         """The wait that this rank's kernel gave up, if any; waits for the GPU."""
@@ -121,12 +134,35 @@ class SymmBuffer:
         self._fields.clear()
         self.memory, self.peers, self.group = None, (), None
 
+    def _row(self, name: str) -> Field:
+        if not isinstance(name, str) or name not in self.layout.fields:
+            raise LayoutError(
+                f"the buffer has no field {name!r}, expected one of: "
+                f"{', '.join(self.layout.fields)}"
+            )
+        return self.layout.fields[name]
+
     def _required(self) -> Tensor:
         if self.memory is None:
             raise BackendError(
                 "the buffer was destroyed; allocate another with get_symm_buffer_for_nvfp4_mega_moe"
             )
         return self.memory
+
+
+#: By handle, as long as somebody else holds them.
+_BUFFERS: WeakValueDictionary[int, SymmBuffer] = WeakValueDictionary()
+
+
+def find_buffer(handle: int) -> SymmBuffer:
+    """The buffer of this process with this handle; BackendError if it is gone."""
+    buffer = _BUFFERS.get(handle)
+    if buffer is None:
+        raise BackendError(
+            f"there is no buffer {handle}: it was freed, or belongs to another process; keep the "
+            "SymmBuffer as long as the graphs that were made with it"
+        )
+    return buffer
 
 
 def get_symm_buffer_for_nvfp4_mega_moe(
@@ -152,12 +188,13 @@ def get_symm_buffer_for_nvfp4_mega_moe(
     """
     check_buffer_activation(activation)
     check_aligned(hidden=hidden, intermediate=intermediate)
+    check_width(hidden=hidden, intermediate=intermediate)
     if group is not None and not callable(getattr(group, "size", None)):
         raise DtypeError(f"group is a {type(group).__name__}, expected a ProcessGroup or None")
     num_ranks = 1 if group is None else group.size()
     check_num_ranks(num_ranks)
-    if not is_integer(num_experts) or num_experts < 1:
-        raise ShapeError(f"num_experts is {num_experts}, expected a positive integer")
+    if not is_integer(num_experts) or not 1 <= num_experts <= MOST_EXPERTS:
+        raise ShapeError(f"num_experts is {num_experts}, expected 1 to {MOST_EXPERTS}")
     if not is_integer(num_topk) or not 1 <= num_topk <= min(32, num_experts):
         raise ShapeError(
             f"num_topk is {num_topk}, expected 1 to 32 and at most {num_experts} experts"
@@ -197,10 +234,19 @@ def _checked_device(device: torch.device | str) -> torch.device:
         raise BackendError(
             f"device is {device!r}, expected a device of torch such as 'cuda' or 'cpu'"
         ) from error
+    if found.type not in ("cpu", "cuda"):
+        raise BackendError(
+            f"device is {str(found)!r}, expected 'cuda', or 'cpu' for the reference: kernels here "
+            "are for NVIDIA GPUs"
+        )
     if found.type == "cuda" and not torch.cuda.is_available():
         raise BackendError(
             f"device is {str(found)!r} and torch finds no GPU here; pass device='cpu' for the "
             "reference"
+        )
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise BackendError(
+            f"device is {str(found)!r} and torch finds {torch.cuda.device_count()} GPUs here"
         )
     return found
 

@@ -16,6 +16,8 @@ LARGEST_TILE = 256
 MOST_RING_ROWS = 32768
 #: Of a rank: far more than a step has, and no size computed from it leaves 64 bits.
 MOST_TOKENS = 1 << 20
+MOST_EXPERTS = 1 << 16
+MOST_WIDTH = 1 << 20
 #: GPUs of the largest NVLink domain (NVL72).
 MAX_RANKS = 72
 ACROSS_NODES = "across nodes, use a runtime's own all-to-all with another MoE backend"
@@ -60,6 +62,13 @@ def layer_layout(
         ring_tiles=ring_rows // RING_TILE,
     )
     return buffer_layout(sizes)
+
+
+def check_width(**sizes: int) -> None:
+    """Refuse sizes of an expert from which no layout can be computed in 64 bits."""
+    for name, size in sizes.items():
+        if size > MOST_WIDTH:
+            raise ShapeError(f"{name} is {size}, expected at most {MOST_WIDTH}")
 
 
 def check_num_ranks(num_ranks: int) -> None:

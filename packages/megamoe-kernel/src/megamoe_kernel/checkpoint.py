@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +15,8 @@ from nvfp4_codec import CheckpointError, LosslessError, mxfp4_to_nvfp4
 from nvfp4_codec.checkpoint import Checkpoint
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig, Scheme, detect_scheme, from_official
 
-from .experts import BLOCK_SIZE, ExpertWeights
+from .errors import DtypeError, ShapeError
+from .experts import BLOCK_SIZE, ExpertWeights, is_integer
 
 _MX_BLOCK_SIZE = 32
 
@@ -32,13 +35,16 @@ def load_experts(
         own, ``range(rank * n, (rank + 1) * n)``.
     w2.input_scale is the largest of all experts of the layer, also of those not read, so that
     every rank has the same one; None if the checkpoint has none (MXFP4, weight-only exports).
-    Raises CheckpointError naming file and tensor, and LosslessError for MXFP4 weights whose
-    exponents spread too far for an exact cast.
+    Raises DtypeError and ShapeError for arguments that name no layer or expert, CheckpointError
+    naming file and tensor, and LosslessError for MXFP4 weights whose exponents spread too far for
+    an exact cast.
     """
-    block = f"layers.{layer}" if isinstance(layer, int) else layer
+    if not isinstance(folder, str | os.PathLike):
+        raise DtypeError(f"folder is a {type(folder).__name__}, expected a path")
+    block = _block_name(layer)
     config = ModelConfig.from_file(Path(folder) / "config.json")
     hidden, inner = config.dimensions["hidden"], config.dimensions["inner"]
-    chosen = list(range(config.num_experts) if experts is None else experts)
+    chosen = _expert_ids(range(config.num_experts) if experts is None else experts)
     if wrong := [e for e in chosen if not 0 <= e < config.num_experts]:
         raise CheckpointError(
             f"expert {wrong[0]} was asked for, the layer has 0 to {config.num_experts - 1}",
@@ -52,6 +58,28 @@ def load_experts(
             for projection, target, part in (("w1", w13, 0), ("w3", w13, 1), ("w2", w2, 0)):
                 reader.read(expert, projection, target, position, part)
     return w13, w2
+
+
+def _block_name(layer: int | str) -> str:
+    """``layers.N`` or ``mtp.N``, from an index or that name."""
+    if isinstance(layer, int) and is_integer(layer) and layer >= 0:
+        return f"layers.{layer}"
+    if isinstance(layer, str) and re.fullmatch(r"(layers|mtp)\.(0|[1-9][0-9]*)", layer):
+        return layer
+    kind = ShapeError if is_integer(layer) or isinstance(layer, str) else DtypeError
+    raise kind(
+        f"layer is {layer!r}, expected the index of a main layer (0 or more), or a block name such "
+        "as 'mtp.0'"
+    )
+
+
+def _expert_ids(experts: object) -> list[int]:
+    if isinstance(experts, str) or not isinstance(experts, Iterable):
+        raise DtypeError(f"experts is {experts!r}, expected a list of expert ids")
+    ids = list(experts)
+    if wrong := [e for e in ids if isinstance(e, bool) or not hasattr(e, "__index__")]:
+        raise DtypeError(f"experts holds {wrong[0]!r}, expected expert ids, which are integers")
+    return [operator.index(e) for e in ids]  # NumPy's integers too
 
 
 class _Reader:

@@ -141,6 +141,7 @@ def check_scales(name: str, weights: ExpertWeights) -> None:
 
     Block scales must be UE4M3, from 0 to 448: tensor cores ignore a sign bit and pass NaN on.
     """
+    check_values(name, weights.weight)
     raw = weights.weight_scale.view(torch.uint8)
     if raw.numel() and int(raw.max()) > _LARGEST_UE4M3:
         num_nan = int(((raw & 0x7F) == 0x7F).sum())
@@ -155,11 +156,19 @@ def check_scales(name: str, weights: ExpertWeights) -> None:
         _check_positive(f"input_scale of {name}", weights.input_scale)
 
 
-def check_dtype(name: str, value: object, dtype: torch.dtype) -> None:
-    """Refuse what is no tensor of this dtype."""
+def check_dtype(name: str, value: object, *dtypes: torch.dtype) -> None:
+    """Refuse what is no dense tensor of one of these dtypes."""
     found = value.dtype if isinstance(value, Tensor) else type(value).__name__
-    if found != dtype:
-        raise DtypeError(f"{name} is {found}, expected {dtype}")
+    if found not in dtypes:
+        raise DtypeError(f"{name} is {found}, expected {' or '.join(map(str, dtypes))}")
+    if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+        raise DtypeError(f"{name} is {value.layout}, expected a dense tensor (to_dense)")
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor without memory, where its values are needed."""
+    if tensor.is_meta:
+        raise ShapeError(f"{name} is a meta tensor, which has no values; load the weights first")
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:

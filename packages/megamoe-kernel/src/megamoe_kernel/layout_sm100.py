@@ -25,8 +25,8 @@ from torch import Tensor
 
 from nvfp4_codec import SwizzledScale, swizzle_blockscale, unswizzle_blockscale
 
-from .errors import DtypeError, RecipeError, ShapeError
-from .experts import BLOCK_SIZE
+from .errors import RecipeError, ShapeError
+from .experts import ALIGNMENT, BLOCK_SIZE, check_dtype
 
 _WORD = 4  # scale bytes in an int32
 
@@ -62,16 +62,16 @@ def pack_ue4m3_to_int32(scale: Tensor) -> Tensor:
     """Four UE4M3 scales per int32, lowest k in the low byte: ``[..., K/16]`` to ``[..., K/64]``.
 
     scale: float8_e4m3fn, or its bytes as uint8. The words may be negative: they are bytes, not
-    numbers, so take them apart with a mask after the shift. Raises DtypeError, or ShapeError if the
-    last dimension is no multiple of 4.
+    numbers, so take them apart with a mask after the shift. Any strides; empty is fine. Raises
+    DtypeError, or ShapeError if the last dimension is no multiple of 4.
     """
-    _check_scale_dtype(scale)
-    if scale.ndim == 0 or scale.shape[-1] % _WORD:
-        raise ShapeError(
-            f"scale has shape {tuple(scale.shape)}, expected a last dimension that is a multiple "
-            f"of {_WORD}; pad it with zero bytes"
-        )
-    return scale.contiguous().view(torch.uint8).view(torch.int32)
+    check_dtype("scale", scale, torch.float8_e4m3fn, torch.uint8)
+    _check_whole_words("scale", scale, dimensions=1)
+    # A copy: bytes at an odd address, or with odd strides, are no words.
+    shape = (*scale.shape[:-1], scale.shape[-1] // _WORD)
+    words = torch.empty(shape, dtype=torch.int32, device=scale.device)
+    words.view(torch.uint8).copy_(scale.view(torch.uint8))
+    return words
 
 
 def transform_sf_into_required_layout(
@@ -85,21 +85,32 @@ def transform_sf_into_required_layout(
         nvfp4_codec.get_mn_major_tma_aligned_packed_ue8m0_tensor.
     order: "mn_major" (strides 1 and N aligned to 4, for TMA) or "utccp" (the same memory, rows
         permuted within each 128; N a multiple of 128): what transformed weights hold.
+    Any strides; empty is fine. Raises RecipeError, DtypeError, and ShapeError for fewer than two
+    dimensions or a K that is no multiple of 64.
     """
     if gran_k != BLOCK_SIZE:
         raise RecipeError(
-            f"gran_k is {gran_k}, expected {BLOCK_SIZE}: one UE4M3 scale for 16 values of NVFP4; "
+            f"gran_k is {gran_k!r}, expected {BLOCK_SIZE}: one UE4M3 scale for 16 values of NVFP4; "
             "for E8M0 scales use nvfp4_codec.get_mn_major_tma_aligned_packed_ue8m0_tensor"
         )
     if order not in ("mn_major", "utccp"):
         raise RecipeError(f"order is {order!r}, expected 'mn_major' or 'utccp'")
-    if isinstance(sf, Tensor) and sf.dtype == torch.int32:
+    check_dtype("sf", sf, torch.float8_e4m3fn, torch.uint8, torch.int32)
+    if sf.dtype == torch.int32 and sf.ndim:
         sf = sf.contiguous().view(torch.uint8)
-    _check_scale_dtype(sf)
+    _check_whole_words("sf", sf, dimensions=2)
+    if order == "utccp" and sf.shape[-2] % ALIGNMENT:
+        raise ShapeError(
+            f"sf has {sf.shape[-2]} rows, expected a multiple of {ALIGNMENT} for order 'utccp'; "
+            "pad them with zero bytes"
+        )
     return swizzle_blockscale(sf, order).data
 
 
-def _check_scale_dtype(scale: Tensor) -> None:
-    found = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
-    if found not in (torch.float8_e4m3fn, torch.uint8):
-        raise DtypeError(f"scale is {found}, expected float8_e4m3fn or its bytes as uint8")
+def _check_whole_words(name: str, scale: Tensor, *, dimensions: int) -> None:
+    if scale.ndim < dimensions or scale.shape[-1] % _WORD:
+        rows = "N, " if dimensions == 2 else ""
+        raise ShapeError(
+            f"{name} has shape {tuple(scale.shape)}, expected [..., {rows}K/16] with a last "
+            f"dimension that is a multiple of {_WORD}; pad it with zero bytes"
+        )

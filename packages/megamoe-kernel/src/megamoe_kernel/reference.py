@@ -37,7 +37,17 @@ from torch import Tensor
 
 from .activations import QuantizedTokens, quantize_intermediate, unscaled_values
 from .errors import DtypeError, RecipeError, RoutingError, ScaleError, ShapeError
-from .experts import BLOCK_SIZE, W2, W13, ExpertWeights, as_w2, as_w13, check_shape
+from .experts import (
+    BLOCK_SIZE,
+    W2,
+    W13,
+    ExpertWeights,
+    as_w2,
+    as_w13,
+    check_dtype,
+    check_shape,
+    check_values,
+)
 from .weights import check_pair
 
 Activation = Literal["nvfp4", "bf16"]
@@ -88,6 +98,7 @@ def mega_moe(
     """
     w13, w2 = as_w13(w13), as_w2(w2)
     check_pair(w13, w2)
+    check_values("w13", w13.weight)
     check_limit(swiglu_limit)
     if accumulate not in (torch.float32, torch.float64):
         raise DtypeError(f"accumulate is {accumulate}, expected torch.float32 or torch.float64")
@@ -198,7 +209,7 @@ def check_limit(swiglu_limit: float | None) -> None:
     if swiglu_limit is None:
         return
     is_number = isinstance(swiglu_limit, int | float) and not isinstance(swiglu_limit, bool)
-    if not is_number or not 0 < swiglu_limit < float("inf"):
+    if not is_number or not 0 < swiglu_limit <= torch.finfo(torch.float32).max:
         raise RecipeError(
             f"swiglu_limit is {swiglu_limit}, expected a positive number (10 for DeepSeek-V4), or "
             "None for no clamp"
@@ -209,15 +220,17 @@ def check_tokens(name: str, tokens: RankTokens, activation: str, w13: ExpertWeig
     """Refuse tokens of another form than the activation's, and expert ids out of range."""
     if not isinstance(tokens, RankTokens):
         raise DtypeError(f"{name} is a {type(tokens).__name__}, expected RankTokens")
-    check_routing(name, tokens.topk_idx, tokens.topk_weights, w13.num_experts)
-    expected = (tokens.num_tokens, w13.columns)
+    device = w13.weight.device
+    check_routing(name, tokens.topk_idx, tokens.topk_weights, w13.num_experts, device)
+    count, hidden = tokens.num_tokens, w13.columns
     if activation == "nvfp4" and isinstance(tokens.x, QuantizedTokens):
-        check_shape(f"x of {name}", tokens.x.codes, (expected[0], expected[1] // 2))
-        blocks = (expected[0], expected[1] // BLOCK_SIZE)
-        check_shape(f"block_scale of {name}", tokens.x.block_scale, blocks)
-        check_shape(f"scale of {name}", tokens.x.scale, expected[:1])
-    elif activation == "bf16" and isinstance(tokens.x, Tensor) and tokens.x.dtype == torch.bfloat16:
-        check_shape(f"x of {name}", tokens.x, expected)
+        x = tokens.x
+        blocks = (count, hidden // BLOCK_SIZE)
+        _check(f"codes of {name}", x.codes, torch.uint8, (count, hidden // 2), device)
+        _check(f"block_scale of {name}", x.block_scale, torch.float8_e4m3fn, blocks, device)
+        _check(f"scale of {name}", x.scale, torch.float32, (count,), device)
+    elif activation == "bf16" and isinstance(tokens.x, Tensor):
+        _check(f"x of {name}", tokens.x, torch.bfloat16, (count, hidden), device)
     else:
         found = tokens.x.dtype if isinstance(tokens.x, Tensor) else type(tokens.x).__name__
         raise DtypeError(
@@ -226,23 +239,37 @@ def check_tokens(name: str, tokens: RankTokens, activation: str, w13: ExpertWeig
         )
 
 
-def check_routing(name: str, topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> None:
-    if topk_idx.dtype not in (torch.int32, torch.int64) or topk_weights.dtype != torch.float32:
-        raise DtypeError(
-            f"topk_idx of {name} is {topk_idx.dtype} and topk_weights {topk_weights.dtype}, "
-            "expected int64 (or int32) and float32"
-        )
+def check_routing(
+    name: str, topk_idx: Tensor, topk_weights: Tensor, num_experts: int, device: torch.device
+) -> None:
+    check_dtype(f"topk_idx of {name}", topk_idx, torch.int64, torch.int32)
+    check_dtype(f"topk_weights of {name}", topk_weights, torch.float32)
     if topk_idx.ndim != 2 or topk_idx.shape != topk_weights.shape:
         raise ShapeError(
             f"topk_idx of {name} has shape {tuple(topk_idx.shape)} and topk_weights "
             f"{tuple(topk_weights.shape)}, expected [tokens, k] twice"
         )
+    for part, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        _check_device(f"{part} of {name}", tensor, device)
     wrong = (topk_idx < NO_EXPERT) | (topk_idx >= num_experts)
     if bool(wrong.any()):
         raise RoutingError(
             f"topk_idx of {name} holds {int(topk_idx[wrong][0])}, expected 0 to {num_experts - 1}, "
             f"or {NO_EXPERT} for an empty slot"
         )
+
+
+def _check(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    check_dtype(name, tensor, dtype)
+    check_shape(name, tensor, shape)
+    _check_device(name, tensor, device)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ShapeError(f"{name} is on {tensor.device}, the weights on {device}")
 
 
 def required_input_scale(input_scale: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from nvfp4_codec import NVFP4Tensor, UnifiedPart, unify_weight_scale_2
 
 from . import layout_sm90, layout_sm100
-from .errors import ArchitectureError, LayoutError, RecipeError, ShapeError
+from .errors import ArchitectureError, DtypeError, LayoutError, RecipeError, ShapeError
 from .experts import (
     W2,
     W13,
@@ -21,6 +21,8 @@ from .experts import (
     check_aligned,
     check_dtype,
     check_scales,
+    check_shape,
+    check_values,
 )
 
 Arch = Literal["sm_100a", "sm_90a"]
@@ -49,6 +51,36 @@ class MegaMoEWeights:
     alpha: Tensor
     input_scale: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if self.layer not in get_args(Layer):
+            raise LayoutError(f"layer is {self.layer!r}, expected 'l1' or 'l2'")
+        check_arch(self.arch)
+        check_aligned(rows=self.rows, columns=self.columns)
+        check_dtype("weight", self.weight, torch.uint8)
+        experts = self.weight.shape[0] if self.weight.ndim else 0
+        weight: tuple[int, ...] = (experts, self.rows, self.columns // 2)
+        others = [self.alpha]
+        if self.arch == "sm_90a":
+            down, across = layout_sm90.TILE_ROWS, layout_sm90.TILE_COLUMNS
+            weight = (experts, self.rows // down, self.columns // across, layout_sm90.TILE_BYTES)
+            if self.scale is not None:
+                raise LayoutError("weights for sm_90a have a scale, expected None: it is in weight")
+        else:
+            check_dtype("scale", self.scale, torch.int32)
+            assert self.scale is not None
+            check_shape("scale", self.scale, (experts, self.rows, self.columns // 64))
+            others.append(self.scale)
+        check_shape("weight", self.weight, weight)
+        check_dtype("alpha", self.alpha, torch.float32)
+        check_shape("alpha", self.alpha, (experts, 2 if self.layer == "l1" else 1))
+        if self.input_scale is not None:
+            check_dtype("input_scale", self.input_scale, torch.float32)
+            check_shape("input_scale", self.input_scale, ())
+            others.append(self.input_scale)
+        for tensor in others:
+            if tensor.device != self.weight.device:
+                raise ShapeError(f"scales are on {tensor.device}, weight on {self.weight.device}")
+
     @property
     def num_experts(self) -> int:
         return self.weight.shape[0]
@@ -68,7 +100,7 @@ def transform_nvfp4_weights_for_mega_moe(
         up). w2: ExpertWeights ``[E, hidden, intermediate]``, or NVFP4Tensors. load_experts reads
         both from a checkpoint. hidden and intermediate are multiples of 128.
     arch: "sm_100a" (W4A4) or "sm_90a" (W4A16). The result lies on the device of the input; for
-        "sm_100a" l2's codes are w2's own memory.
+        "sm_100a" l2's codes are w2's own memory, if that begins at a multiple of 16 bytes.
     l2_input_scale: float32 ``[]``, instead of w2.input_scale. W4A4 needs one; a multiplier of
         swiglu_limit^2 / 2688 covers all that SwiGLU with that limit can produce.
     Global scales become the alphas: gate and up keep their own (see fold_global_scale).
@@ -79,8 +111,11 @@ def transform_nvfp4_weights_for_mega_moe(
     w13, w2 = as_w13(w13), as_w2(w2)
     if l2_input_scale is not None:
         check_dtype("l2_input_scale", l2_input_scale, torch.float32)
+        check_values("l2_input_scale", l2_input_scale)
         w2 = replace(w2, input_scale=l2_input_scale.to(w2.weight.device))
     check_pair(w13, w2)
+    if not w13.num_experts:
+        raise ShapeError("w13 has no experts, expected at least one")
     check_aligned(hidden=w13.columns, intermediate=w2.columns)
     check_scales("w13", w13)
     check_scales("w2", w2)
@@ -112,13 +147,18 @@ def fold_global_scale(
         leaves global scales of one, for kernels of others that have no alpha.
     underflow: with "bytes", what becomes of a block whose scale would round to zero; see
         nvfp4_codec.unify_weight_scale_2.
-    Returns the weights and a report for each global scale, expert by expert. Raises RecipeError if
-    a global scale is above one, LosslessError (of nvfp4_codec) for underflow.
+    Returns the weights and a report for each global scale, expert by expert. Raises DtypeError for
+    what is no ExpertWeights, RecipeError if a global scale is above one, LosslessError (of
+    nvfp4_codec) for underflow.
     """
+    if not isinstance(weights, ExpertWeights):
+        raise DtypeError(f"weights is a {type(weights).__name__}, expected ExpertWeights")
+    if underflow not in ("error", "floor", "zero"):
+        raise RecipeError(f"underflow is {underflow!r}, expected 'error', 'floor' or 'zero'")
     if into not in ("alpha", "bytes"):
         raise RecipeError(f"into is {into!r}, expected 'alpha' or 'bytes'")
     parts = weights.weight_scale.unflatten(1, (weights.num_parts, -1))
-    if into == "alpha":
+    if into == "alpha" or not weights.num_experts:
         blocks = parts[0, 0].numel() if weights.num_experts else 0
         return weights, [UnifiedPart(blocks, 0, 0.0) for _ in range(weights.weight_scale_2.numel())]
     check_scales("weights", weights)
@@ -178,7 +218,7 @@ def check_pair(w13: ExpertWeights, w2: ExpertWeights) -> None:
 
 
 def _transform(weights: ExpertWeights, layer: Layer, arch: Arch) -> MegaMoEWeights:
-    codes, scale = weights.weight.contiguous(), weights.weight_scale.contiguous().view(torch.uint8)
+    codes, scale = map(_aligned, (weights.weight, weights.weight_scale.view(torch.uint8)))
     words = None
     if arch == "sm_90a":
         codes = layout_sm90.to_tiles(codes, scale, gate_up=layer == "l1")
@@ -190,6 +230,12 @@ def _transform(weights: ExpertWeights, layer: Layer, arch: Arch) -> MegaMoEWeigh
     return MegaMoEWeights(
         layer, arch, weights.rows, weights.columns, codes, words, alpha, input_scale
     )
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Contiguous bytes at an address from which words are read: bulk copies want 16."""
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
 def _untransform(weights: MegaMoEWeights) -> ExpertWeights:

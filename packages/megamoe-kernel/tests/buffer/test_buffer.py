@@ -11,6 +11,7 @@ import torch
 
 from megamoe_kernel import (
     BackendError,
+    LayoutError,
     ShapeError,
     SymmBuffer,
     get_symm_buffer_for_nvfp4_mega_moe,
@@ -71,6 +72,16 @@ def test_a_destroyed_buffer_says_so() -> None:
         with pytest.raises(BackendError, match="destroyed; allocate another"):
             use()
     assert buffer.peers == ()
+
+
+@pytest.mark.parametrize("name", ["nope", "", None, ["x"], 0], ids=str)
+def test_fields_that_the_table_lacks(name: Any) -> None:
+    buffer = _buffer()
+    for use in (buffer.field, buffer.address):
+        with pytest.raises(
+            LayoutError, match=r"has no field .*, expected one of: barrier, x, x_sf"
+        ):
+            use(name)
 
 
 def test_a_buffer_is_used_again_and_again() -> None:

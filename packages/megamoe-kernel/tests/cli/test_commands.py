@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,14 @@ def test_the_largest_size_is_one(capsys: pytest.CaptureFixture[str]) -> None:
         assert int(row["bf16, 1,048,576 tokens"].split(" ")[0].replace(",", "")) > 2 * 7168
 
 
+@pytest.mark.parametrize("ranks", ["0", "-3", "99"])
+def test_ranks_that_cannot_be(
+    ranks: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["verify", f"--ranks={ranks}", f"--out={tmp_path / 'x.json'}"]) == 2
+    assert re.search(rf"(number of ranks is|has) {ranks}", capsys.readouterr().err)
+
+
 def test_precompile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     try:
         find_nvrtc()
@@ -51,6 +60,9 @@ def test_precompile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ("words", "match"),
     [
         (["--arch", "sm_90a", "sm_100"], "target is 'sm_100': it lacks tcgen05"),
+        (["--arch", "sm_90a,sm_100a"], "target is 'sm_90a,sm_100a': it is not known"),
+        (["--arch", ""], "target is '': it is not known"),
+        (["--arch", "sm_80"], "target is 'sm_80': its tensor cores have neither"),
         (["--arch", "sm_90a", "--ep", "5"], "expected a multiple of the 5 ranks"),
         (["--arch", "sm_90a", "--ep", "128"], "largest NVLink domain has 72 GPUs"),
         (["--arch", "sm_90a", "--ep", "0"], "the number of ranks is 0"),

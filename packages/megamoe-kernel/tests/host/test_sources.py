@@ -70,4 +70,5 @@ def test_failure_records_are_read_as_they_are_written() -> None:
         "Tokens": "L1",
         "Intermediate": "L2",
         "CombineBarrier": "combine",
+        "Pipeline": "mainloop",
     }

@@ -58,6 +58,18 @@ def test_a_folder_open_to_others_is_refused(cache: CubinCache, mode: int) -> Non
         CubinCache(cache.folder)
 
 
+def test_folders_on_the_way_are_closed_too(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    before = os.umask(0)
+    try:
+        CubinCache(tmp_path / "a" / "b" / "cubins")
+    finally:
+        os.umask(before)
+    for made in ("a", "a/b", "a/b/cubins"):
+        assert stat.S_IMODE((tmp_path / made).stat().st_mode) == 0o700, made
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755  # was there: its owner's business
+
+
 @pytest.mark.parametrize("what", ["folder", "entry"])
 def test_what_belongs_to_another_user_is_refused(
     what: str, cache: CubinCache, monkeypatch: pytest.MonkeyPatch

@@ -134,7 +134,7 @@ def test_nvcc_is_for_who_asks(cache: CubinCache, monkeypatch: pytest.MonkeyPatch
 
 
 _MEASURED = """
-import sys, time, torch
+import sys, torch
 from pathlib import Path
 from megamoe_kernel import api
 from megamoe_kernel.jit import driver, nvrtc
@@ -149,18 +149,15 @@ assert nvrtc.find_nvrtc.cache_info().misses == driver._libcuda.cache_info().miss
 
 source = scalar_source(MODELS["deepseek-v4-pro"], "nvfp4", 8, 32768)
 for target in ("sm_100f", "sm_103a"):
-    start = time.process_time()
     compile_kernel(source, target, cache=CubinCache(Path(sys.argv[1])))
-    # Processor time: other processes may have the cores.
-    assert time.process_time() - start < 15
 # Not ru_maxrss: a child starts with its parent's, and a test worker's is large.
 peak = next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
 assert int(peak.split()[1]) < 1e6, peak  # kB
 """
 
 
-def test_time_and_memory_of_a_pro_layer(nvrtc: Nvrtc, tmp_path: Path) -> None:
-    """The whole layer, composed: at most 15 s, and 1 GB with torch's import."""
+def test_memory_of_a_pro_layer(nvrtc: Nvrtc, tmp_path: Path) -> None:
+    """The whole layer, composed: at most 1 GB with torch's import; time: benchmarks/compile.py."""
     folder = tmp_path / "cubins"
     result = subprocess.run(
         [sys.executable, "-c", _MEASURED, str(folder)], capture_output=True, text=True

@@ -83,6 +83,9 @@ class Loading:
         for module in self._model.modules():
             if isinstance(module, KernelExperts):
                 module.prepare()
+            if isinstance(getattr(module, "experts", None), KernelExperts):
+                # Else vLLM warms DeepGEMM up with it, wherever DeepGEMM is installed.
+                vars(module)["use_native_mega_moe"] = False
         if get_tensor_model_parallel_rank() == 0:  # the others did the same
             _log.info("loaded:\n%s", self._transform.report.table())
 

@@ -166,11 +166,13 @@ def _run_layer(layer: Any, x: Any, weights: Any, ids: Any) -> Any:
 
 
 def with_backend(site: str, mtp: bool = False, **keywords: Any) -> dict[str, Any]:
-    """Loads a model whose experts run on the toy backend, and runs the experts of every layer."""
+    """Loads a model whose experts run on a backend of the site, and runs every layer's experts."""
     import torch
 
     _inspect_here()
     sys.path.insert(0, site)
+    from vllm.model_executor.warmup.deep_gemm_warmup import _mega_moe_may_use_deep_gemm
+
     from vllm_dsv4.kernel_experts import KernelExperts
     from vllm_dsv4.testing.harness import load
 
@@ -185,13 +187,14 @@ def with_backend(site: str, mtp: bool = False, **keywords: Any) -> dict[str, Any
             "y": [one(x, weights, ids) for one in experts],
             "with_shared": experts[0](x, weights, ids, lambda tokens: 2 * tokens),
             "layer": _run_layer(model.model.layers[1].ffn, x, weights, ids) if not mtp else None,
+            "deep_gemm": sum(map(_mega_moe_may_use_deep_gemm, model.modules())),
         }
 
     model = load(inspect=inspect, mtp=mtp, **keywords)
-    from toy_backend import Toy
-
+    toy = sys.modules.get("toy_backend")
     return {
-        **model.other, "x": x, "ids": ids, "weights": weights, "shapes": Toy.made,
+        **model.other, "x": x, "ids": ids, "weights": weights,
+        "shapes": toy.Toy.made if toy else None,
         "counts": dict(model.loaded_counts), "parameters": list(model.parameters),
     }  # fmt: skip
 

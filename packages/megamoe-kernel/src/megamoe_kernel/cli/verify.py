@@ -46,8 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(arguments.out.parent))
     if arguments.out.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder", str(arguments.out))
+    from ..buffer_sizes import check_num_ranks
     from ..verify.run import run_all
 
+    check_num_ranks(arguments.ranks)
     report = run_all(quick=arguments.quick, num_ranks=arguments.ranks)
     report.write(arguments.out)
     if arguments.json:

@@ -56,14 +56,15 @@ def default_folder() -> Path:
 class CubinCache:
     """A folder of cubins.
 
-    Made with mode 0700 if it is missing. Raises CacheError if it is a link, belongs to another
-    user, or lets others in; so does ``get`` for an entry, and where it cannot read or write.
+    Made with mode 0700 if it is missing, and so are folders on the way to it. Raises CacheError if
+    it is a link, belongs to another user, or lets others in; so does ``get`` for an entry, and
+    where it cannot read or write.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = default_folder() if folder is None else Path(folder)
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(self.folder)
             found = self.folder.lstat()
         except OSError as error:
             raise CacheError(
@@ -139,6 +140,14 @@ class CubinCache:
             yield
         finally:
             os.close(descriptor)
+
+
+def _make_private(folder: Path) -> None:
+    """The folder, and whatever is missing above it, closed to others."""
+    # Not parents=True, which gives parents the umask's mode.
+    for missing in reversed([path for path in folder.parents if not path.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def key_of(parts: Mapping[str, str]) -> str:

@@ -43,7 +43,7 @@ class KernelSource:
         """The whole translation unit."""
         return (
             f'#include "{self.header}"\n\n'
-            f'extern "C" __global__ void __launch_bounds__({self.threads})\n'
+            f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)\n'
             f"{self.name}(const __grid_constant__ {self.arguments} arguments) {{\n"
             f"  {self.function}(arguments);\n"
             "}\n"

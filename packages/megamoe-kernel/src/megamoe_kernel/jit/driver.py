@@ -86,6 +86,31 @@ def _on_device(device_idx: int) -> Iterator[None]:
         _libcuda().cuCtxPopCurrent_v2(ctypes.byref(current))
 
 
+TENSOR_MAP_BYTES = 128  # of a CUtensorMap
+_MAP_BFLOAT16, _MAP_SWIZZLE_128B, _MAP_L2_256B = 9, 3, 3
+
+
+@cache
+def tensor_map(
+    address: int, rows: int, columns: int, box_rows: int, box_columns: int
+) -> ctypes.Array[ctypes.c_ubyte]:
+    """The copy engine's description (CUtensorMap) of a BF16 matrix on a GPU, rows contiguous.
+
+    Copies are boxes of box_rows by box_columns, in the swizzle of 128 bytes: box_columns is 64.
+    """
+    sizes = (ctypes.c_uint64 * 2)(columns, rows)
+    strides = (ctypes.c_uint64 * 1)(2 * columns)
+    box, steps = (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    memory = (ctypes.c_ubyte * (TENSOR_MAP_BYTES + 64))()
+    start = -ctypes.addressof(memory) % 64  # where the driver wants it
+    status = _libcuda().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(ctypes.addressof(memory) + start), _MAP_BFLOAT16, 2,
+        ctypes.c_void_p(address), sizes, strides, box, steps, 0, _MAP_SWIZZLE_128B, _MAP_L2_256B, 0,
+    )  # fmt: skip
+    _check(status, "to describe a matrix to the copy engine")
+    return (ctypes.c_ubyte * TENSOR_MAP_BYTES).from_buffer_copy(memory, start)
+
+
 class LoadedKernel:
     """One kernel on one GPU, loaded for the life of the process.
 

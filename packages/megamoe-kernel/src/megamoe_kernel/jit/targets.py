@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, TypeGuard, get_args
@@ -45,7 +46,8 @@ def check_target(name: str) -> Target:
     """The name as a Target; ArchitectureError says why it is none."""
     if _is_target(name):
         return name
-    why = _WHY_NOT.get(name, "it is not known" if not name.startswith("sm_") else _OLDER)
+    is_older = re.fullmatch(r"sm_[1-8][0-9]", name) is not None
+    why = _WHY_NOT.get(name, _OLDER if is_older else "it is not known")
     raise ArchitectureError(f"target is {name!r}: {why}. Expected one of: {', '.join(TARGETS)}")
 
 

@@ -16,11 +16,11 @@ MEGAMOE_FN uint32_t launch_number(M& m, const Fields& mine) {
   return m.load(&mine.counters()[kLaunchWord]) + 1;
 }
 
-// Call it after a barrier of all threads that asked for the number, the last one of the launch: a
-// thread that asked later would signal for the next launch.
+// Any thread group, after a barrier of all CTAs that lies behind all uses of the number: a thread
+// that asked later would signal for the next launch.
 template <Machine M>
-MEGAMOE_FN void count_launch(M& m, const Fields& mine, uint32_t launch) {
-  if (m.cta_idx() == 0 && m.thread_idx() == 0) m.store(&mine.counters()[kLaunchWord], launch);
+MEGAMOE_FN void count_launch(M& m, const Group& group, const Fields& mine, uint32_t launch) {
+  if (m.cta_idx() == 0 && group.thread(m) == 0) m.store(&mine.counters()[kLaunchWord], launch);
 }
 
 // All threads of the group, in every CTA. signal: a row of the field "barrier", one for each use in

@@ -103,7 +103,7 @@ MEGAMOE_FN void run_layer(M& m, const Shape& shape, const RankBuffers& buffers,
   if (!everyone.sync(m, ok)) return;
 
   if (!rank_barrier(m, everyone, buffers, shape.num_ranks, kCombineSignal, launch)) return;
-  count_launch(m, mine, launch);
+  count_launch(m, everyone, mine, launch);
   combine(m, everyone, shape, mine, layer.num_tokens, layer.output);
 }
 

@@ -77,10 +77,14 @@ class Pool {
       const int middle = (low + high) / 2;
       (static_cast<int>(first_block_of()[middle]) <= block_idx ? low : high) = middle;
     }
-    const int first_row =
-        (block_idx - static_cast<int>(first_block_of()[low])) * shape_.block_rows;
-    const int left = static_cast<int>(rows_of()[low]) - first_row;
-    return {low, first_row, left < shape_.block_rows ? left : shape_.block_rows};
+    // An expert's blocks are about equally long, in eights: a long and a short one would cost more.
+    const int first_block = static_cast<int>(first_block_of()[low]);
+    const int all_rows = static_cast<int>(rows_of()[low]);
+    const int blocks = static_cast<int>(first_block_of()[low + 1]) - first_block;
+    const int most = ceil_div(ceil_div(all_rows, blocks), 8) * 8;
+    const int first_row = (block_idx - first_block) * most;
+    const int left = all_rows - first_row;
+    return {low, first_row, left < most ? left : most};
   }
 
   // Slots of a rank that want a routed expert, and where they begin in that rank's routes.

@@ -8,15 +8,17 @@
 
 namespace megamoe {
 
-// What a mainloop hands over at a time: the sums of two outputs for two neighbouring tokens,
+// What a mainloop hands over at a time: the sums of one or two outputs for two neighbouring tokens,
 // [output][token], in this lane. outputs are counted within the task, the token within the block.
-// In NVFP4 the outputs are neighbours and lanes hold a block as requantize_pair says.
-struct L1Sums {
-  float gate[2][2];
-  float up[2][2];
-  int output[2];
+// In NVFP4 there are two, neighbours, and lanes hold a block as requantize_pair says.
+template <int kOutputs>
+struct L1SumsOf {
+  float gate[kOutputs][2];
+  float up[kOutputs][2];
+  int output[kOutputs];
   int token;
 };
+using L1Sums = L1SumsOf<2>;
 
 struct L1Factors {
   float alpha_gate;
@@ -46,7 +48,7 @@ MEGAMOE_FN void store_tile(M& m, const Group& group, const uint8_t* tile, int ro
   }
 }
 
-// All threads of the group. sums.for_each(f) calls f(L1Sums) for everything of the task, in all
+// All threads of the group. sums.for_each(f) calls f(L1SumsOf) for everything of the task, in all
 // lanes alike. tile: shared memory, aligned to 16.
 template <class Format, Machine M, class Shape, class Sums>
 MEGAMOE_FN void l1_epilogue(M& m, const Group& group, const Shape& shape, const Fields& mine,
@@ -58,7 +60,7 @@ MEGAMOE_FN void l1_epilogue(M& m, const Group& group, const Shape& shape, const 
   const int row_scales = l1_outputs(shape) / kBlockSize;
   uint8_t* tile_scales = tile + shape.block_rows * row_bytes;
 
-  sums.for_each([&](const L1Sums& part) {
+  sums.for_each([&]<int kOutputs>(const L1SumsOf<kOutputs>& part) {
     MEGAMOE_UNROLL
     for (int i = 0; i < 2; ++i) {
       const int token = part.token + i;
@@ -70,9 +72,9 @@ MEGAMOE_FN void l1_epilogue(M& m, const Group& group, const Shape& shape, const 
         gate_factor = mul_rn(x_scale, gate_factor);
         up_factor = mul_rn(x_scale, up_factor);
       }
-      float h[2];
+      float h[kOutputs];
       MEGAMOE_UNROLL
-      for (int j = 0; j < 2; ++j) {
+      for (int j = 0; j < kOutputs; ++j) {
         h[j] = swiglu(mul_rn(part.gate[j][i], gate_factor), mul_rn(part.up[j][i], up_factor),
                       factors.limit);
       }
@@ -85,7 +87,7 @@ MEGAMOE_FN void l1_epilogue(M& m, const Group& group, const Shape& shape, const 
       } else {
         uint16_t* row = reinterpret_cast<uint16_t*>(tile + token * row_bytes);
         MEGAMOE_UNROLL
-        for (int j = 0; j < 2; ++j) row[part.output[j]] = bf16_from_fp32(h[j]);
+        for (int j = 0; j < kOutputs; ++j) row[part.output[j]] = bf16_from_fp32(h[j]);
       }
     }
   });

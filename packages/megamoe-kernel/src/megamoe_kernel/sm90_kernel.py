@@ -1,0 +1,223 @@
+"""The whole layer on Hopper (sm_90a), W4A16: which tiling suits a call, and its launch.
+
+One cooperative launch, one CTA on each multiprocessor. The tiling depends on how many tokens an
+expert gets on average: a block has room for most experts' tokens, so that weights are read once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .buffer import SymmBuffer
+from .buffer_sizes import MAX_RANKS
+from .jit.compile import KernelSource, compile_kernel
+from .jit.driver import TENSOR_MAP_BYTES, LoadedKernel, tensor_map
+from .jit.targets import Target
+from .models import MoEShape, local_experts
+from .weights import MegaMoEWeights
+
+TARGET: Target = "sm_90a"
+_WARPGROUP = 128
+_TILE_ROWS, _TILE_BYTES, _TILE_COLUMNS = 64, 4608, 128
+_BOX_COLUMNS, _MAX_BOX_ROWS = 64, 16  # kBoxColumns, kMaxBoxRows
+_SHARED_BYTES = 227 * 1024  # kMostShared
+_MOST_STAGES = 24
+_MOST_WAVE_BLOCKS = 16
+_WAIT_LIMIT = 20_000_000_000  # nanoseconds
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sm90Tiling of stages/sm90_mainloop.cuh, and a block's tokens.
+
+    most: of tokens that an expert gets on average, where it is used. The rest as in the header;
+    0 registers: as compiled.
+    """
+
+    most: float
+    block_rows: int
+    groups: int
+    split: int
+    tiles: int
+    producer_registers: int = 0
+    consumer_registers: int = 0
+
+    @property
+    def weight_rows(self) -> int:
+        return self.groups * self.tiles * _TILE_ROWS
+
+    @property
+    def threads(self) -> int:
+        return (1 + self.groups * self.split) * _WARPGROUP
+
+    def stages(self, num_experts: int, experts: int) -> int:
+        """As many as fit beside the epilogues' tile, the partial sums and the words."""
+        tile = self.block_rows * 2 * self.weight_rows
+        partials = (self.split - 1) * self.weight_rows * self.block_rows * 4
+        words = 4 * (5 * num_experts + 2 * experts + 8)  # of the pool and of routing
+        alignment = 128
+        stage = self.block_rows * 2 * _TILE_COLUMNS + self.weight_rows // _TILE_ROWS * _TILE_BYTES
+        left = _SHARED_BYTES - tile - partials - words - alignment
+        return min(_MOST_STAGES, left // (stage + 16))
+
+
+#: A launch's registers are shared by its threads when it starts, so what producers give up must be
+#: what consumers take: (168 or 96) times the threads in all.
+TILINGS = (
+    Tiling(1.5, 8, 1, 4, 1),
+    Tiling(9, 16, 4, 1, 1),
+    Tiling(20, 32, 4, 1, 1, 64, 104),
+    Tiling(46, 64, 4, 1, 1, 64, 104),
+    Tiling(float("inf"), 128, 2, 1, 2, 56, 224),
+)
+
+
+def tilings_of(shape: MoEShape) -> list[Tiling]:
+    """Those whose tasks divide the layer's rows, for ever more tokens."""
+    return [
+        tiling
+        for tiling in TILINGS
+        if shape.hidden % tiling.weight_rows == 0
+        and 2 * shape.intermediate % tiling.weight_rows == 0
+    ]
+
+
+def tiling_for(shape: MoEShape, tokens: int) -> Tiling:
+    """The tiling for a call: tokens of all ranks, spread evenly over all experts."""
+    fitting = tilings_of(shape)
+    per_expert = tokens * shape.num_topk / shape.num_experts
+    return next((tiling for tiling in fitting if per_expert <= tiling.most), fitting[-1])
+
+
+def sm90_sources(shape: MoEShape, num_ranks: int, ring_rows: int) -> list[KernelSource]:
+    """All kernels that calls of a layer without a shared expert may take."""
+    return [sm90_source(shape, num_ranks, ring_rows, tiling) for tiling in tilings_of(shape)]
+
+
+def sm90_source(
+    shape: MoEShape, num_ranks: int, ring_rows: int, tiling: Tiling, num_shared: int = 0
+) -> KernelSource:
+    """The kernel for one layer's sizes and a tiling."""
+    experts = local_experts(shape.num_experts, num_ranks)
+    blocks = ring_rows // tiling.block_rows
+    tile = (
+        tiling.groups,
+        tiling.split,
+        tiling.tiles,
+        tiling.stages(shape.num_experts, experts),
+        tiling.producer_registers,
+        tiling.consumer_registers,
+    )
+    constants = (
+        num_ranks,
+        experts,
+        num_shared,
+        shape.num_topk,
+        shape.hidden,
+        shape.intermediate,
+        ring_rows,
+        tiling.block_rows,
+        min(_MOST_WAVE_BLOCKS, blocks // 2),
+        tiling.weight_rows,
+    )
+    return KernelSource(
+        name="sm90_layer",
+        header="megamoe/impl/sm90.cuh",
+        function=f"megamoe::sm90_layer<megamoe::Sm90Tiling<{_listed(tile)}>, "
+        f"megamoe::StaticShape<{_listed(constants)}>>",
+        arguments="megamoe::Sm90Arguments",
+        threads=tiling.threads,
+        targets=(TARGET,),
+    )
+
+
+def run_sm90_layer(
+    y: Tensor,
+    l1: MegaMoEWeights,
+    l2: MegaMoEWeights,
+    sym_buffer: SymmBuffer,
+    *,
+    swiglu_limit: float | None,
+    shared: tuple[MegaMoEWeights, MegaMoEWeights] | None = None,
+    tiling: Tiling | None = None,
+    wait_limit: int = _WAIT_LIMIT,
+) -> None:
+    """Write the layer's result for the tokens in the buffer to y, bfloat16 ``[T, hidden]``.
+
+    l1, l2: this rank's experts, for sm_90a. tiling: None: by the number of tokens. wait_limit:
+    nanoseconds after which a wait is given up; then y is unspecified and ``sym_buffer.failure``
+    tells (see failure.py). Allocates nothing on the GPU and waits for nothing; the first call for
+    sizes and a tiling compiles or loads the kernel.
+    """
+    shape = MoEShape(
+        sym_buffer.num_experts, sym_buffer.num_topk, sym_buffer.hidden, sym_buffer.intermediate
+    )
+    ring_rows = sym_buffer.layout.fields["ring_x"].rows
+    if tiling is None:
+        tiling = tiling_for(shape, y.shape[0] * sym_buffer.num_ranks)
+    source = sm90_source(shape, sym_buffer.num_ranks, ring_rows, tiling, int(shared is not None))
+    kernel = _load(source, sym_buffer.device)
+    box_rows = min(tiling.block_rows, _MAX_BOX_ROWS)
+    fields = sym_buffer.layout.fields
+    arguments = _arguments_type(len(fields))()
+    for name, columns in (("ring_x", shape.hidden), ("ring_h", shape.intermediate)):
+        encoded = tensor_map(sym_buffer.address(name), ring_rows, columns, box_rows, _BOX_COLUMNS)
+        setattr(arguments, f"{name}_map", encoded)
+    for index, row in enumerate(fields.values()):
+        arguments.offset[index] = row.offset
+    arguments.shared_bytes = sym_buffer.layout.shared_bytes
+    arguments.nbytes = sym_buffer.layout.nbytes
+    for rank_idx, address in enumerate(sym_buffer.peers):
+        arguments.base[rank_idx] = address
+    for index, weights in enumerate((l1, l2, *(shared or ()))):
+        arguments.weights[index] = _Weights(weights.weight.data_ptr(), weights.alpha.data_ptr())
+    arguments.limit = float("inf") if swiglu_limit is None else swiglu_limit
+    arguments.num_tokens = y.shape[0]
+    arguments.output = y.data_ptr()
+    arguments.rank_idx = sym_buffer.rank_idx
+    arguments.wait_limit = wait_limit
+    num_ctas = torch.cuda.get_device_properties(sym_buffer.device).multi_processor_count
+    kernel.launch(arguments, (num_ctas, 1, 1), shared_bytes=_SHARED_BYTES, cooperative=True)
+
+
+def _listed(constants: tuple[int, ...]) -> str:
+    return ", ".join(map(str, constants))
+
+
+class _Weights(ctypes.Structure):
+    """Sm90Weights of stages/sm90_mainloop.cuh."""
+
+    _fields_ = (("tiles", ctypes.c_void_p), ("alpha", ctypes.c_void_p))
+
+
+@cache
+def _arguments_type(num_fields: int) -> type[ctypes.Structure]:
+    """Sm90Arguments of impl/sm90.cuh, with RankBuffers and its BufferLayout in line."""
+    tensor_map_bytes = ctypes.c_ubyte * TENSOR_MAP_BYTES
+    fields = (
+        ("ring_x_map", tensor_map_bytes),
+        ("ring_h_map", tensor_map_bytes),
+        ("offset", ctypes.c_uint64 * num_fields),
+        ("shared_bytes", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("base", ctypes.c_uint64 * MAX_RANKS),
+        ("weights", _Weights * 4),
+        ("limit", ctypes.c_float),
+        ("num_tokens", ctypes.c_int),
+        ("output", ctypes.c_void_p),
+        ("rank_idx", ctypes.c_int),
+        ("wait_limit", ctypes.c_uint64),
+        ("padding", ctypes.c_ubyte * 64),  # the struct in C++ ends at a multiple of 64
+    )
+    return type("Sm90Arguments", (ctypes.Structure,), {"_fields_": fields})
+
+
+@cache
+def _load(source: KernelSource, device: torch.device) -> LoadedKernel:
+    compiled = compile_kernel(source, TARGET)
+    return LoadedKernel(compiled.cubin, source.name, TARGET, device, threads=source.threads)
