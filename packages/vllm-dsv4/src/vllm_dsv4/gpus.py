@@ -68,6 +68,8 @@ def parse_gpus(given: str, nodes: int = 1) -> Gpus:
             f"the memory of {kind} is not known here (known: {', '.join(MEMORY)}); add it in GiB, "
             f"as CUDA reports it: {given}:GIB."
         )
+    if not gib:
+        raise PlanError(f"{given!r} gives each GPU no memory; GIB is what CUDA reports, in GiB.")
     return Gpus(kind, _family_of(kind), int(found[2]), int(gib * GIB), nodes)
 
 

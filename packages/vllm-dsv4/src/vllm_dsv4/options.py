@@ -149,10 +149,11 @@ def _refuse_new_nvfp4(stored: Stored, options: Options, wanted: Mapping[str, For
     lacking = [module for module in packed if module in stored.weight_only]
     if lacking:
         experts = [module for module in lacking if module.endswith(EXPERTS)]
+        movers = "" if experts else _options_of(stored, lacking)
         fix = (
-            "Export the model again with a calibration of its activations"
-            if experts
-            else f"Set {_options_of(stored, lacking)} to 'fp8' or 'bf16'"
+            f"Set {movers} to 'fp8' or 'bf16'"
+            if movers
+            else "Export the model again with a calibration of its activations"
         )
         raise OptionError(
             f"{len(lacking)} NVFP4 linears have no input_scale, the first is "
@@ -163,4 +164,4 @@ def _refuse_new_nvfp4(stored: Stored, options: Options, wanted: Mapping[str, For
 def _options_of(stored: Stored, modules: Iterable[str]) -> str:
     entries = (stored.schema.find(module) for module in modules)
     names = {_OPTION_OF.get(entry.role) for entry in entries if entry is not None}
-    return " and ".join(sorted(name for name in names if name)) or "the checkpoint"
+    return " and ".join(sorted(name for name in names if name))

@@ -9,6 +9,7 @@ the command line.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,10 @@ _SHORT: Final[Mapping[str, str]] = {
     "-ep": "enable-expert-parallel",
     "-n": "nnodes",
 }
+
+
+#: Longer ones are left to vLLM, which refuses them.
+_WHOLE: Final = re.compile("[0-9]{1,18}")
 
 
 class Passthrough:
@@ -59,17 +64,27 @@ class Passthrough:
         return self._values.get(name, [None])[-1]
 
     def integer(self, name: str) -> int | None:
-        """The same as a whole number; None also where vLLM takes a word instead ("auto")."""
-        value = self.value(name)
-        return int(value) if value is not None and value.isdigit() else None
+        """The same as a whole number; None also where vLLM takes a word instead ("auto").
 
-    def number(self, name: str) -> float | None:
-        """The same as a number."""
+        Raises OptionError for 0.
+        """
+        value = self.value(name)
+        if value is None or not _WHOLE.fullmatch(value):
+            return None
+        if int(value) < 1:
+            raise OptionError(f"--{name} is {value}; at least 1 is needed.")
+        return int(value)
+
+    def part(self, name: str) -> float | None:
+        """The same as a part of one; raises OptionError for what is none."""
         value = self.value(name)
         try:
-            return None if value is None else float(value)
+            found = None if value is None else float(value)
         except ValueError:
             raise OptionError(f"--{name} is {value!r}; a number is needed.") from None
+        if found is not None and not 0 < found <= 1:
+            raise OptionError(f"--{name} is {value}; more than 0 and at most 1 is needed.")
+        return found
 
     def switch(self, name: str) -> bool | None:
         """Whether ``--name`` or ``--no-name`` was given last; None if neither."""
@@ -81,16 +96,22 @@ class Passthrough:
         return given[-1] == name
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """A JSON option, its dotted parts (one level) included.
+        """A JSON option, its dotted parts included, whose values are JSON or plain words.
 
-        Raises OptionError where the text is no JSON object.
+        Raises OptionError where the text is no JSON object, or a part lies within a value.
         """
         found: dict[str, Any] = {}
         if (text := self.value(name)) is not None:
             found = _json_object(name, text)
         for given, values in self._values.items():
             if given.startswith(f"{name}.") and values[-1] is not None:
-                found[given.removeprefix(f"{name}.")] = values[-1]
+                *path, last = given.removeprefix(f"{name}.").split(".")
+                place = found
+                for word in path:
+                    place = place.setdefault(word, {})
+                    if not isinstance(place, dict):
+                        raise OptionError(f"--{given}: {word!r} has a value already, {place!r}.")
+                place[last] = _json_or_word(values[-1])
         return found
 
     def without(self, name: str) -> tuple[str, ...]:
@@ -118,6 +139,13 @@ def _split(argument: str) -> tuple[str | None, str | None]:
         return None, None
     name, dot, parts = head[2:].partition(".")
     return name.replace("_", "-") + dot + parts, value if equals else None
+
+
+def _json_or_word(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:

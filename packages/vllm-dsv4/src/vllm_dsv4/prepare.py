@@ -31,6 +31,8 @@ from nvfp4_codec.schemas.deepseek_v4.experts_only import (
 )
 
 from . import __version__
+from .doctor import Diagnosis, examine
+from .doctor.catalogue import CATALOGUE
 from .errors import StoredError
 from .kv_dtype import kv_cache_dtype
 from .stored import Format, Stored, list_of_experts, read_stored
@@ -72,13 +74,15 @@ def prepare_checkpoint(
     """Writes the folder ``output``; a killed run is continued with ``resume`` to the same bytes.
 
     source: a checkpoint with NVFP4 experts, in any scheme of names. One linear is in memory at a
-    time. Raises CheckpointError for a source that is incomplete or damaged, an output that exists
-    (unless ``resume``) or lies in the input, a disk without room; StoredError for a source that
-    needs no preparing, or cannot be prepared.
+    time. Raises CheckpointError for a source that is incomplete, or in whose weights the doctor
+    finds an error, which converting would hide; for an output that exists (unless ``resume``) or
+    lies in the input, and a disk without room; StoredError for a source that needs no preparing,
+    or cannot be prepared.
     """
     stored = read_stored(source)
     with Checkpoint.open(source) as checkpoint:
         job, linears = make_job(stored, checkpoint)
+        _check_weights(source)
         outcome = run(job, output, resume=resume, fault=fault, advance=advance)
     requantized, unified = {}, {}
     for name, note in outcome.notes.items():
@@ -126,6 +130,26 @@ def _check(stored: Stored) -> None:
         raise StoredError(
             "the checkpoint has the layout already that prepare writes: vLLM serves it as it comes."
         )
+
+
+def _check_weights(source: Path) -> None:
+    """Refuses what the doctor finds in weights, but for what this pass puts right."""
+    wrong = [found for found in examine(source).findings if _stands(found)]
+    if wrong:
+        first = wrong[0]
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise CheckpointError(
+            f"{first.found}; expected {first.expected} ({first.code}{more}). {first.fix} "
+            "`vllm-dsv4 doctor` on this folder says more.",
+            file=first.file,
+            tensor=first.tensor,
+        )
+
+
+def _stands(found: Diagnosis) -> bool:
+    row = CATALOGUE.get(found.code)
+    is_handled = row is not None and row.handled != "no"
+    return found.level == "error" and found.file.endswith(".safetensors") and not is_handled
 
 
 def _target(entry: Entry) -> Format:

@@ -34,6 +34,7 @@ MEGA_MOE: Final = "deep_gemm_mega_moe"
 #: Steps are made smaller until such a context fits: what is in flight takes room in the KV cache.
 _STEPS: Final = (None, 4096, 2048)
 _CONTEXT: Final = 65536
+_PARALLEL: Final = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
 #: With these the weights are not where the plan expects them.
 _ELSEWHERE: Final = ("cpu-offload-gb", "hf-overrides", "load-format", "offload-backend")
 
@@ -72,7 +73,7 @@ def serve_command(
     given = Passthrough(arguments)
     stored = _read(folder, given)
     additional = _additional(given, options or {})
-    own = Options.from_mapping(additional.get(KEY))
+    own = Options.from_mapping((additional or given.mapping("additional-config")).get(KEY))
     if own.moe_kernel is not None:
         find_backend(own.moe_kernel)
     _check_environment(stored)
@@ -87,7 +88,7 @@ def serve_command(
     if additional:
         argv += ["--additional-config", json.dumps(additional)]
         rest = given.without("additional-config")
-    return Command((*argv, *rest), found, tuple(_notes(stored, found)))
+    return Command((*argv, *rest), found, tuple(_notes(stored, found, given)))
 
 
 def _flags(stored: Stored, found: Plan, given: Passthrough) -> Iterator[tuple[str, str | None]]:
@@ -139,6 +140,14 @@ def _read(folder: Path, given: Passthrough) -> Stored:
             "`vllm-dsv4 doctor` on this folder says more.",
             file=shown(str(folder)),
         )
+    packed = [module for module, own in stored.formats.items() if own == "nvfp4"]
+    if packed and not is_ours(stored.config):
+        raise CheckpointError(
+            f"config.json does not say that {packed[0]} and {len(packed) - 1} other linears are "
+            "NVFP4, so the plugin would stay out and vLLM read them as something else. Take "
+            "quantization_config from the export; `vllm-dsv4 doctor` on this folder says more.",
+            file=shown(str(folder / "config.json")),
+        )
     if not (folder / "tokenizer.json").exists() and not given.has(
         "tokenizer", "skip-tokenizer-init"
     ):
@@ -178,7 +187,7 @@ def _check_environment(stored: Stored) -> None:
     if plugins is not None and is_ours(stored.config) and "vllm_dsv4" not in plugins.split(","):
         raise OptionError(
             f"VLLM_PLUGINS is {plugins!r}, so vLLM would not load this plugin: add vllm_dsv4 to "
-            "it, or unset it."
+            "it (names with commas and no blanks between them), or unset it."
         )
 
 
@@ -227,7 +236,7 @@ def _fitting(
     limits = Limits(
         max_model_len=given.integer("max-model-len") or context_of(stored),
         max_num_seqs=given.integer("max-num-seqs"),
-        gpu_memory_utilization=given.number("gpu-memory-utilization")
+        gpu_memory_utilization=given.part("gpu-memory-utilization")
         or Limits.gpu_memory_utilization,
         mtp=_uses_mtp(given),
     )
@@ -250,7 +259,7 @@ def _fitting(
     return found
 
 
-def _notes(stored: Stored, found: Plan) -> Iterator[str]:
+def _notes(stored: Stored, found: Plan, given: Passthrough) -> Iterator[str]:
     yield from stored.notes
     if stored.unknown:
         yield (
@@ -259,11 +268,14 @@ def _notes(stored: Stored, found: Plan) -> Iterator[str]:
         )
     deployment, gpus = found.deployment, found.gpus
     if deployment.gpus < gpus.total:
+        why = "the model's heads, output groups and experts do not divide further"
+        if given.has(*_PARALLEL):
+            why = "by the parallel sizes that were given"
         yield (
-            f"{deployment.gpus} of {gpus.total} GPUs are used: the model's heads, output groups "
-            "and experts do not divide further; --data-parallel-size uses the others"
+            f"{deployment.gpus} of {gpus.total} GPUs are used: {why}; --data-parallel-size uses "
+            "the others"
         )
-    if gpus.nodes > 1:
+    if gpus.nodes > 1 and not given.has("nnodes"):
         yield (
             f"{gpus.nodes} nodes: start Ray on each of them first (`ray start`), with the "
             "checkpoint under the same path, and run this on one"

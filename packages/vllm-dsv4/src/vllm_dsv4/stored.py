@@ -78,7 +78,7 @@ def read_stored(folder: Path) -> Stored:
         scheme=found.scheme,
         formats=formats,
         has_mtp=found.has_mtp,
-        unknown=tuple(sorted((*report.unknown, *report.duplicate))),
+        unknown=(*report.unknown, *report.duplicate),
         missing=report.missing,
         weight_only=weight_only,
         notes=tuple(notes),
@@ -130,7 +130,7 @@ def _formats(found: Survey) -> tuple[dict[str, Format], frozenset[str]]:
         if info is None or not entry.template.row.linear:
             continue
         module = entry.module()
-        name = list_of_experts(module) if entry.role == "routed_expert" else module
+        name = list_of_experts(module)
         own = _format(info, module, found.tensors)
         if formats.setdefault(name, own) != own:
             raise CheckpointError(

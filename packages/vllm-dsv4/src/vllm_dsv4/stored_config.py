@@ -36,7 +36,7 @@ _ALGORITHMS: Final[Mapping[str, Format]] = {
 }
 _MIXED: Final = "MIXED_PRECISION"
 _OFFICIAL: Final[Mapping[str, Format]] = {
-    "fp8_block": "fp8_block", "mxfp4": "mxfp4", "bf16": "bf16", "fp32": "bf16",
+    "fp8_block": "fp8_block", "mxfp4": "mxfp4", "bf16": "bf16",
 }  # fmt: skip
 #: What a nested rope's part says besides the official ``rope_scaling``.
 _ROPE_ELSEWHERE: Final = ("rope_theta", "partial_rotary_factor")
@@ -91,8 +91,6 @@ def complete_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
 
 
 def _hashed(config: Mapping[str, Any]) -> dict[str, int]:
-    if config.get("num_hash_layers") is not None:
-        return {}
     return {"num_hash_layers": list(config.get("mlp_layer_types") or ()).count("hash_moe")}
 
 
@@ -162,7 +160,7 @@ def promised_formats(
     )
     ignored = _lookup(dict.fromkeys(ignore, "ignored"), schema, scheme)
     is_modelopt = str(quantization.get("quant_method", "")).lower().startswith("modelopt")
-    everywhere = _upper(quantization.get("quant_algo")) if is_modelopt else ""
+    everywhere = _upper(quantization.get("quant_algo"))
     of_experts = _upper(quantization.get("moe_quant_algo"))
     formats: dict[str, Format] = {}
     weight_only = set()

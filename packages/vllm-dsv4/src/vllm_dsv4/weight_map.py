@@ -21,7 +21,7 @@ FUSED: Final = {
     "shared_experts.gate_up_proj": ("shared_experts.w1", "shared_experts.w3"),
 }
 _RENAMED: Final = {"shared_experts.down_proj": "shared_experts.w2"}
-_LAYER: Final = re.compile(r"(?:.*\.)?layers\.(?P<index>[0-9]+)(?:\.mtp_block)?\.(?P<rest>.+)")
+_LAYER: Final = re.compile(r"(?:model\.)?layers\.(?P<index>[0-9]+)(?:\.mtp_block)?\.(?P<rest>.+)")
 
 
 class Placed(NamedTuple):
@@ -52,7 +52,6 @@ class _Kind:
     """
 
     is_linear: bool
-    in_mtp: bool
     is_expert: bool
     is_shared: bool
     is_unused: bool
@@ -94,7 +93,6 @@ class WeightMap:
         path = module.replace("#", "*")
         kind = _Kind(
             is_linear=own.row.linear,
-            in_mtp=own.in_mtp,
             is_expert=own.row.role == "routed_expert",
             is_shared=own.row.role == "shared_expert",
             # Scales of an FP8 KV cache, on projections that vLLM's model does not have.

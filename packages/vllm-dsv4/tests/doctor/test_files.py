@@ -137,8 +137,20 @@ def test_an_unfinished_run(folder: Path):
     assert [f.code for f in examine(folder).findings] == ["unfinished"]
 
 
+def test_a_second_file_without_an_index(healthy, writer, tmp_path: Path, folder: Path):
+    one = writer(healthy("full"), tmp_path / "one")
+    (one / "old.safetensors").write_bytes((one / "model.safetensors").read_bytes())
+    (finding,) = examine(one).findings
+    assert (finding.code, finding.tensor, finding.level) == (
+        "stray-file", "old.safetensors", "error",
+    )  # fmt: skip
+    # With an index, vLLM loads what it names.
+    (folder / "old.safetensors").write_bytes((one / "model.safetensors").read_bytes())
+    assert examine(folder).healthy
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, folder: Path, tiny: Path):
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match=r"does not exist\. Give the folder"):
         examine(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         examine(tiny / "model.safetensors")

@@ -294,6 +294,18 @@ def test_wo_a_as_codes_without_scales(check, only):
     assert found.level == "error"
 
 
+def test_nvfp4_codes_under_the_dtype_of_mxfp4(check, only):
+    names = [f"layers.1.ffn.experts.{i}.w1.weight" for i in (2, 3)]
+
+    def change(content: Any) -> None:
+        for name in names:
+            content.tensors[name] = content.tensors[name].view(torch.int8)
+
+    found = only(check(change))
+    assert (found.code, found.tensor, found.level) == ("dtype-mismatch", names[0], "error")
+    assert "1 more" in found.found
+
+
 def test_mxfp4_experts_where_nvfp4_is_claimed(check, healthy):
     """The official tensors under an NVFP4 export's config."""
 

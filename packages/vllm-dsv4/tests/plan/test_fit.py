@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -131,6 +133,8 @@ def test_a_folder(checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture
         ((), "give a checkpoint folder or --model"),
         (("x", "--model", "pro"), "give a checkpoint folder or --model"),
         (("--model", "pro", "--tp", 4), "add --gpus"),
+        (("--model", "pro", "--nodes", 2), "add --gpus"),
+        (("x", "--stored", "full"), "--stored is for --model"),
     ],
 )
 def test_bad_input(
@@ -140,6 +144,30 @@ def test_bad_input(
     assert message in capsys.readouterr().err
 
 
+def test_a_size_that_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        call("--model", "pro", "--gpus", "H200:8", "--tp", "two")
+    assert "'two' is no whole number" in capsys.readouterr().err
+
+
+def test_missing_tensors_are_told(
+    checkpoint: Callable[..., Path], checkpoints: ModuleType, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    folder = shutil.copytree(checkpoint("full"), tmp_path / "copy")
+    checkpoints.change(folder, lambda tensors: tensors.pop("layers.2.attn.wkv.weight"))
+    assert call(folder, "--gpus", "H200:1") == 0
+    assert "1 tensors are missing and not counted, such as layers.2.attn.wkv" in caplog.text
+
+
+def test_absurd_counts_end_at_once() -> None:
+    stored, many = released("pro"), parse_gpus("H200:99999999999")
+    assert choose_deployment(many, stored.schema.config).tensor_parallel == 16
+    far = parse_gpus("H200:8", 10**12)
+    with pytest.raises(PlanError, match=r"61 layers cannot be divided over 10{12} pipeline"):
+        plan(stored, far, choose_deployment(far, stored.schema.config), Limits(4096))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -147,6 +175,7 @@ def test_bad_input(
         ("B200:0", "KIND:COUNT"),
         ("B300:8", "memory of B300 is not known"),
         ("A100:8:79", "neither Hopper"),
+        ("H200:8:0", "gives each GPU no memory"),
     ],
 )
 def test_gpus_given_wrongly(given: str, message: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nvfp4_codec.errors import CheckpointError
 from vllm_dsv4 import __version__
+from vllm_dsv4.cli import main
 from vllm_dsv4.errors import OptionError, StoredError
 from vllm_dsv4.prepare import MANIFEST, prepare_checkpoint
 from vllm_dsv4.stored import read_stored
@@ -234,6 +235,51 @@ def zero_scale_2(tensors: dict[str, Tensor]) -> None:
     tensors["layers.2.ffn.experts.3.w1.weight_scale_2"].zero_()
 
 
+EXPERT = "layers.2.ffn.experts.3.w1"
+HIDDEN: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "a reciprocal": ("layers.1.attn.wq_a.weight_scale_2", lambda t: 1 / t),
+    "a sign": ("layers.1.attn.wq_b.weight_scale", lambda t: -t.float()),
+    "an expert's sign": (f"{EXPERT}.weight_scale", lambda t: -t.float()),
+    "two global scales": (f"{EXPERT}.weight_scale_2", lambda t: t.repeat(2)),
+    "no global scale": (f"{EXPERT}.weight_scale_2", lambda t: t.repeat(0)),
+    "scales in FP32": (f"{EXPERT}.weight_scale", lambda t: t.float()),
+    "no scales": (f"{EXPERT}.weight_scale", lambda t: t[:0]),
+    "an input scale of zero": (f"{EXPERT}.input_scale", lambda t: t * 0),
+    "NaN in a norm": ("layers.1.attn.kv_norm.weight", lambda t: t * float("nan")),
+}
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_a_fault_that_the_output_would_hide_or_keep_is_refused(
+    case: str, checkpoint: Checkpoint, checkpoints: ModuleType, tmp_path: Path
+) -> None:
+    name, edit = HIDDEN[case]
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        changed = edit(tensors[name])
+        keeps = case.endswith("sign")
+        tensors[name] = changed.to(tensors[name].dtype) if keeps else changed.clone()
+
+    source = shutil.copytree(checkpoint("full"), tmp_path / "in")
+    checkpoints.change(source, change)
+    module = name.rpartition(".")[0].replace(".", r"\.")
+    with pytest.raises(CheckpointError, match=f"tensor {module}.*vllm-dsv4 doctor"):
+        prepare_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_broken_link_is_named(
+    checkpoint: Checkpoint, checkpoints: ModuleType, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    source = checkpoints.split(shutil.copytree(checkpoint("full"), tmp_path / "in"))
+    shard = source / "model-00002-of-00003.safetensors"
+    shard.unlink()
+    shard.symlink_to("nowhere")
+    assert main(["prepare", str(source), str(tmp_path / "out")]) == 2
+    assert "model-00002-of-00003.safetensors: is a broken link" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("edit", "error", "message"),
     [
@@ -251,7 +297,7 @@ def test_a_damaged_source_is_refused_by_tensor(
     checkpoints.change(source, edit)
     with pytest.raises(error, match=f"(?s){message}"):
         prepare_checkpoint(source, tmp_path / "out")
-    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_unknown_tensors_are_left_out_and_told(

@@ -45,6 +45,12 @@ def test_own_options_stand_anywhere(
     }
 
 
+def test_a_missing_folder_is_all_that_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        call("--dry-run")
+    assert capsys.readouterr().err.endswith("arguments are required: folder\n")
+
+
 def test_json(checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(checkpoint("full"), "--gpus", "B200:1", "--dry-run", "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -44,7 +44,23 @@ def test_words_where_numbers_may_be() -> None:
     assert given.has("max-model-len")
     assert given.integer("nnodes") == 2
     with pytest.raises(OptionError, match="--gpu-memory-utilization is 'much'"):
-        given.number("gpu-memory-utilization")
+        given.part("gpu-memory-utilization")
+
+
+@pytest.mark.parametrize("value", ["²", "9" * 5000, "-1", "1.5"])
+def test_what_is_no_whole_number_is_left_to_vllm(value: str) -> None:
+    given = Passthrough([f"--tensor-parallel-size={value}"])
+    assert given.integer("tensor-parallel-size") is None
+    assert given.has("tensor-parallel-size")
+
+
+def test_numbers_that_cannot_be() -> None:
+    with pytest.raises(OptionError, match="--tensor-parallel-size is 0; at least 1 is needed"):
+        Passthrough(["-tp", "0"]).integer("tensor-parallel-size")
+    for value in ("nan", "inf", "0", "-1", "1.01"):
+        given = Passthrough([f"--gpu-memory-utilization={value}"])
+        with pytest.raises(OptionError, match=f"is {value}; more than 0 and at most 1"):
+            given.part("gpu-memory-utilization")
 
 
 def test_json_and_dotted_names() -> None:
@@ -55,6 +71,10 @@ def test_json_and_dotted_names() -> None:
     assert Passthrough(["--kernel-config.moe_backend=triton"]).mapping("kernel-config") == {
         "moe_backend": "triton"
     }
+    deep = Passthrough(["--a.b.c", "true", "--a.b.d=word", "--a.e", "2"])
+    assert deep.mapping("a") == {"b": {"c": True, "d": "word"}, "e": 2}
+    with pytest.raises(OptionError, match=r"--a\.b\.c: 'b' has a value already, 1"):
+        Passthrough(["--a.b", "1", "--a.b.c", "2"]).mapping("a")
     for text, message in (("{", "is no JSON"), ("[1]", "a JSON object is needed")):
         with pytest.raises(OptionError, match=message):
             Passthrough(["--kernel-config", text]).mapping("kernel-config")

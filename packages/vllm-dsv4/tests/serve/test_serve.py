@@ -159,6 +159,9 @@ def test_a_moe_kernel_takes_vllms_fused_layer(
         ("""--additional-config '{"vllm_dsv4": 1}'""", {"verify_load": True}, "is no object"),
         ("--additional-config.x 1", {"verify_load": True}, "given in parts"),
         ("--additional-config {", {}, "no JSON"),
+        ("--additional-config.vllm_dsv4.attn_dtype int4", {}, "attn_dtype is 'int4'"),
+        ("--gpu-memory-utilization nan", {}, "more than 0 and at most 1"),
+        ("--tensor-parallel-size 0", {}, "at least 1 is needed"),
     ],
 )
 def test_wrong_options(
@@ -265,6 +268,41 @@ def test_a_kv_cache_that_does_not_exist_is_refused(copy: Path, checkpoints: Modu
     with pytest.raises(OptionError, match="a KV cache in NVFP4"):
         command(copy)
     assert "--kv-cache-dtype fp8" in command(copy, "--kv-cache-dtype fp8").line
+
+
+def test_options_in_parts_count_in_the_plan(checkpoint: Checkpoint) -> None:
+    folder, part = checkpoint("full"), "--additional-config.vllm_dsv4.attn_dtype bf16"
+    found = command(folder, part)
+    assert found.argv[-2:] == tuple(part.split())
+    assert found.plan.weights["attention"] > 2 * command(folder).plan.weights["attention"]
+
+
+@pytest.mark.parametrize(
+    "lost", [("quantization_config",), ("quant_method",), ("quantized_layers",)]
+)
+def test_nvfp4_that_config_json_does_not_claim_is_refused(
+    copy: Path, checkpoints: ModuleType, lost: tuple[str]
+) -> None:
+    def edit(config: dict[str, dict[str, object]]) -> None:
+        for key in lost:
+            config.pop(key, None)
+            config.get("quantization_config", {}).pop(key, None)
+
+    checkpoints.change_config(copy, edit)
+    with pytest.raises(CheckpointError, match=r"config\.json does not say that .* are NVFP4"):
+        command(copy)
+
+
+def test_the_reason_why_gpus_are_left_over(checkpoint: Checkpoint) -> None:
+    for words, reason in (("", "do not divide further"), ("-tp 1", "sizes that were given")):
+        notes = command(checkpoint("full"), words, gpus="H200:8").notes
+        assert any("of 8 GPUs are used" in note and reason in note for note in notes)
+
+
+def test_ray_is_not_asked_for_where_vllm_spans_nodes_itself(checkpoint: Checkpoint) -> None:
+    found = command(checkpoint("full"), "--nnodes 2", gpus="H200:1", nodes=2)
+    assert not any("Ray" in note for note in found.notes)
+    assert "ray" not in found.line
 
 
 def test_the_fused_kernel_is_refused_on_hopper(checkpoint: Checkpoint) -> None:

@@ -16,6 +16,7 @@ def test_a_mapping_and_back():
     assert Options.from_mapping(options.to_mapping()) == options
     assert Options().to_mapping() == {}
     assert Options.from_mapping(None) == Options()
+    assert Options() == Options("fp8", "stored", "stored", "stored", False, None)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_a_mapping_and_back():
         ({"indexer_dtype": "mxfp4"}, "indexer_dtype is 'mxfp4'"),
         ({"verify_load": "yes"}, "verify_load is 'yes'"),
         ({"moe_kernel": 1}, "moe_kernel is 1"),
-        ("attn_dtype=fp8", "is str; give a JSON object"),
+        ("attn_dtype=fp8", r"additional_config\['vllm_dsv4'\] is str; give a JSON object"),
     ],
 )
 def test_wrong_ones_are_refused_by_name(given, message):
@@ -123,9 +124,42 @@ def test_nvfp4_without_an_activation_scale_does_not_run(checkpoint):
     with pytest.raises(OptionError, match=r"layers.1.attn.wq_b.*Set attn_dtype to 'fp8' or 'bf16'"):
         runtime_formats(stored, Options())
     assert runtime_formats(stored, Options(attn_dtype="bf16"))["layers.1.attn.wq_b"] == "bf16"
-    experts = replace(stored, weight_only=frozenset({"layers.1.ffn.experts"}))
-    with pytest.raises(OptionError, match=r"layers.1.ffn.experts.*Export the model again"):
-        runtime_formats(experts, Options())
+    two = replace(
+        stored, weight_only=frozenset({"layers.1.attn.wq_b", "layers.2.attn.indexer.wq_b"})
+    )
+    with pytest.raises(OptionError, match="Set attn_dtype and indexer_dtype to"):
+        runtime_formats(two, Options())
+    for also in ((), ("layers.0.attn.wq_b",)):
+        experts = replace(stored, weight_only=frozenset({"layers.1.ffn.experts", *also}))
+        with pytest.raises(OptionError, match=r"layers.1.ffn.experts.*Export the model again"):
+            runtime_formats(experts, Options())
+
+
+def test_what_no_option_moves_is_not_blamed_on_one(checkpoint):
+    stored = read_stored(checkpoint("full"))
+    module = "mtp.0.e_proj"
+    packed = replace(
+        stored, formats={**stored.formats, module: "nvfp4"}, weight_only=frozenset({module})
+    )
+    with pytest.raises(OptionError, match=r"mtp.0.e_proj.*Export the model again"):
+        runtime_formats(packed, Options())
+
+
+def test_a_partner_that_is_missing_does_not_disagree(checkpoint):
+    stored = read_stored(checkpoint("full"))
+    formats = {m: own for m, own in stored.formats.items() if m != "layers.1.attn.wkv"}
+    stored = replace(stored, formats=formats)
+    assert disagreeing(stored, Options()) == ()
+    assert runtime_formats(stored, Options())["layers.1.attn.wq_a"] == "nvfp4"
+
+
+def test_the_option_that_helps_is_named_beside_what_has_none(checkpoint):
+    """MTP projections have no option, beside others that have one."""
+    stored = replace(read_stored(checkpoint("full")),
+                     weight_only=frozenset({"mtp.0.e_proj", "layers.1.attn.wq_b"}))  # fmt: skip
+    stored = replace(stored, formats={**stored.formats, "mtp.0.e_proj": "nvfp4"})
+    with pytest.raises(OptionError, match="Set attn_dtype to"):
+        runtime_formats(stored, Options())
 
 
 def test_mtp_projections_stay_as_stored(checkpoint):

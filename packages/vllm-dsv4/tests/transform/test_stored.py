@@ -112,6 +112,14 @@ def test_unknown_and_missing_tensors_are_listed(copy, checkpoints, scheme):
     assert stored.unknown == ("model.layers.0.position_bias",)
 
 
+def test_a_linear_without_its_weight_has_no_format(copy, checkpoints):
+    folder = copy()
+    checkpoints.change(folder, lambda tensors: tensors.pop("layers.1.attn.wq_b.weight"))
+    stored = read_stored(folder)
+    assert "layers.1.attn.wq_b" not in stored.formats
+    assert "layers.1.attn.wq_b.weight" in stored.missing
+
+
 def test_a_second_spelling_is_unknown(copy, checkpoints):
     folder = copy("full", "half_converted")
     checkpoints.change(folder, lambda t: t.update({"lm_head.weight": t["head.weight"].clone()}))

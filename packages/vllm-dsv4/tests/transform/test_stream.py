@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nvfp4_codec.errors import CheckpointError
-from nvfp4_codec.schemas.deepseek_v4 import from_official
+from nvfp4_codec.schemas.deepseek_v4 import Schema, from_official
 from vllm_dsv4.options import Options
 from vllm_dsv4.stored import promised, read_stored
 from vllm_dsv4.transform import Transform
@@ -108,7 +108,7 @@ class TestParts:
     def test_mtp_that_is_wanted_and_absent(self, run, checkpoint):
         with pytest.raises(CheckpointError, match="no MTP blocks, which speculative decoding"):
             run("no-mtp", part="mtp")
-        assert run("no-mtp", part="model").out
+        assert run("no-mtp", part="model").out.keys() == run("no-mtp").out.keys()
 
     def test_a_broken_mtp_block_does_not_stop_the_model(self, run, checkpoint):
         stored = replace(run("full").stored, missing=("mtp.0.e_proj.scale",))
@@ -202,6 +202,26 @@ class TestLeftOut:
             "vision.proj.weight": 1,
         }
 
+    @pytest.mark.parametrize(("count", "more"), [(10, ""), (12, " and 2 more kinds")])
+    def test_the_warning_names_ten_kinds_the_most_frequent_first(self, run, caplog, count, more):
+        whole = run("full")
+        names = [f"odd.kind{chr(97 + i)}" for i in range(count)]
+        stray = dict.fromkeys([*names, "odd.7", "odd.10", "odd.512"], torch.zeros(2))
+        del stray[names[0]]  # `count` kinds, the numbers being one
+        with caplog.at_level(logging.WARNING, logger="vllm_dsv4"):
+            list(Transform(whole.stored, Options()).apply((whole.source | stray).items()))
+        (message,) = (record.getMessage() for record in caplog.records)
+        listed = message.split("left out: ")[1].removesuffix(more)
+        assert listed.split(", ") == ["3 x odd.#", *(f"1 x {name}" for name in names[1:10])]
+        assert message.endswith(more or names[-1])
+
+    def test_only_indices_are_left_out_of_a_kind(self, run):
+        whole = run("full")
+        source = {**whole.source, "vision.3x.12.block2.7": torch.zeros(2)}
+        transform = Transform(whole.stored, Options())
+        list(transform.apply(source.items()))
+        assert transform.report.dropped == {"vision.3x.#.block2.#": 1}
+
     def test_nothing_unknown_nothing_said(self, checkpoint, checkpoints, caplog):
         folder = checkpoint("full")
         with caplog.at_level(logging.DEBUG, logger="vllm_dsv4"):
@@ -222,6 +242,32 @@ class TestLeftOut:
         transform = Transform(read_stored(folder), Options())
         yielded = [name for name, _ in transform.apply(source.items())]
         assert sorted(yielded) == sorted(run("full").out)
+
+    def test_a_second_spelling_of_what_is_no_linear(self, checkpoint, checkpoints, tmp_path, run):
+        folder = shutil.copytree(checkpoint("full", "half_converted"), tmp_path / "copy")
+        norm = "model.layers.1.attn.{}.weight".format
+        checkpoints.change(folder, lambda t: t.update({norm("kv_norm"): t[norm("norm")].clone()}))
+        stored = read_stored(folder)
+        assert len(stored.unknown) == 1
+        transform = Transform(stored, Options())
+        yielded = [name for name, _ in transform.apply(checkpoints.read(folder).items())]
+        assert sorted(yielded) == sorted(run("full").out)
+
+    def test_a_second_spelling_where_no_header_was_looked_at(self, run):
+        whole = run("full", "half_converted")
+        source = {**whole.source, "lm_head.weight": whole.source["head.weight"]}
+        transform = Transform(whole.stored, Options())
+        assert sorted(name for name, _ in transform.apply(source.items())) == sorted(whole.out)
+        assert transform.report.dropped == {"lm_head.weight": 1}
+
+    def test_block_scales_under_transformers_name(self, run, oracle):
+        whole = run("full")
+        source = {n.replace("_proj.scale", "_proj.weight_scale_inv"): t
+                  for n, t in whole.source.items()}  # fmt: skip
+        assert source.keys() != whole.source.keys()
+        out = dict(Transform(whole.stored, Options()).apply(source.items()))
+        assert out.keys() == whole.out.keys()
+        assert oracle.same(out["mtp.0.e_proj.scale"], whole.out["mtp.0.e_proj.scale"])
 
     @pytest.mark.parametrize("expert", ["16", "1000", "03", "x", ""])
     @pytest.mark.parametrize("scheme", SCHEMES)
@@ -361,6 +407,22 @@ class TestPadding:
         others = [n for n in plain.out if ".shared_experts." not in n]
         assert len(others) > 1000
         assert not [n for n in others if not oracle.same(plain.out[n], wide.out[n])]
+
+    @pytest.mark.parametrize("dtype", ["stored", "bf16"])
+    def test_what_was_widened_is_counted(self, run, dtype):
+        """Weights and block scales: of four main blocks as NVFP4 or BF16, of the MTP's as FP8."""
+        mtp = 3 if dtype == "bf16" else 6
+        main = 12 if dtype == "bf16" else 24
+        assert run("full", shared_dtype=dtype, shared_tp=2).report.padded == main + mtp
+
+    def test_one_rank_needs_no_whole_blocks(self, run, oracle):
+        """Where shared experts are replicated, 192 rows stay 192."""
+        whole = run("full")
+        config = whole.stored.schema.config
+        narrow = replace(config, dimensions={**config.dimensions, "inner": 192})
+        stored = replace(whole.stored, schema=Schema(narrow))
+        out = dict(Transform(stored, Options()).apply(whole.source.items()))
+        assert not [n for n in whole.out if not oracle.same(out[n], whole.out[n])]
 
     def test_one_rank_changes_nothing(self, run):
         assert run("full").report.padded == 0

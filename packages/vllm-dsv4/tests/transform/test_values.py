@@ -14,6 +14,7 @@ from nvfp4_codec.schemas.deepseek_v4 import fused_with
 from vllm_dsv4.options import Options
 from vllm_dsv4.stored import read_stored
 from vllm_dsv4.transform import Transform
+from vllm_dsv4.transform.values import fp8_scale, to_bf16, to_fp8
 
 SCHEMES = ("official", "hf", "half_converted")
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")
@@ -333,3 +334,33 @@ class TestFP8Scales:
         assert float(scale[0, 0]) == pytest.approx(float(amax) / 448, rel=1e-6)
         found = oracle.values(out, self.MODULE)
         assert bool(((found - expected).abs() <= expected.abs() * 2.0**-4 + 1e-4).all())
+
+    def test_without_an_expert_dtype_it_is_e8m0(self, run, oracle):
+        done = run("full")
+        config = {k: v for k, v in done.stored.config.items() if k != "expert_dtype"}
+        transform = Transform(replace(done.stored, config=config), Options())
+        out = dict(transform.apply(done.source.items()))
+        name = f"{self.MODULE}.scale"
+        assert oracle.same(out[name], done.source[name])
+
+    def test_values_between_two_codes_are_rounded_once(self):
+        """Just above the middle of two codes; BF16 on the way would put it on the middle."""
+        scale = torch.tensor([[1.0625 + 2.0**-12]])
+        codes = torch.ones(128, 128).to(torch.float8_e4m3fn)
+        made, _ = to_fp8({"weight": codes, "scale": scale}, "fp8_block", e8m0=True)
+        # the scale is 2^-8, so that the value lies at 272 between 256 and 288
+        assert set(made["weight"].float().flatten().tolist()) == {288.0}
+
+    @pytest.mark.parametrize("other", [1.3, 2.0**-140])  # no power of two; below E8M0's
+    def test_one_scale_that_is_not_exact_is_enough(self, other):
+        assert fp8_scale(torch.tensor([[1.0, other]]), e8m0=True) is None
+        assert fp8_scale(torch.tensor([[1.0, 0.25]]), e8m0=True) is not None
+
+    @pytest.mark.parametrize("shape", [(192, 128), (128, 130), (64, 64)])
+    def test_blocks_at_the_edge_are_blocks(self, oracle, shape):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        weight = weight.to(torch.float8_e4m3fn)
+        blocks = [math.ceil(size / 128) for size in shape]
+        scale = torch.full(blocks, 0.5)
+        found = to_bf16({"weight": weight, "scale": scale}, "fp8_block")["weight"]
+        assert torch.equal(found, oracle.fp8(weight, scale).bfloat16())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from nvfp4_codec.schemas.deepseek_v4 import from_official
+from nvfp4_codec.schemas.deepseek_v4 import ModelConfig, Schema, from_official
 from vllm_dsv4.stored import read_stored
 from vllm_dsv4.weight_map import WeightMap, official_modules
 
@@ -53,10 +55,34 @@ def test_a_place_says_what_the_tensor_is(checkpoint):
     assert not shared.kind.is_expert
     scale = names.place("mtp.0.e_proj.weight_scale_inv")
     assert (scale.name, scale.part) == ("mtp.0.e_proj.scale", "scale")
-    assert scale.kind.in_mtp
     assert not names.place("model.layers.0.self_attn.sinks").kind.is_linear
     cache = names.place("model.layers.0.self_attn.k_proj.k_scale")
     assert cache.kind.is_unused
+    assert expert.kind.is_linear
+    assert (expert.leaf, expert.kind.path) == ("w3", "layers.*.ffn.experts")
+    assert (shared.formatted, shared.leaf) == ("layers.2.ffn.shared_experts.w2", "w2")
+    assert shared.kind.path == "layers.*.ffn.shared_experts.w2"
+
+
+def test_mtp_and_dspark_blocks_have_tensors_of_their_own(checkpoints):
+    config = json.loads((checkpoints.TINY / "config.json").read_text())
+    drafting = config | {"dspark_target_layer_ids": [1, 2], "dspark_markov_rank": 8}
+    plain, dspark = (
+        WeightMap(Schema(ModelConfig.from_dict(one)), "official") for one in (config, drafting)
+    )
+    for name, in_plain, in_dspark in (
+        ("mtp.0.main_proj.weight", False, True),
+        ("mtp.0.e_proj.weight", True, False),
+        ("mtp.0.attn.wq_a.weight", True, True),
+    ):
+        assert (plain.place(name) is not None) == in_plain
+        assert (dspark.place(name) is not None) == in_dspark
+
+
+def test_layers_of_two_digits():
+    assert official_modules("model.layers.42.attn.wq_b", 43) == ("layers.42.attn.wq_b",)
+    assert official_modules("model.layers.43.attn.wq_b", 43) == ("mtp.0.attn.wq_b",)
+    assert official_modules("visual.layers.3.attn.wq_b", 43) == ()
 
 
 @pytest.mark.parametrize(

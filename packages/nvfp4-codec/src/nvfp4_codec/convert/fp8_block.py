@@ -165,7 +165,8 @@ class _ErrorSum:
         self.max_relative = max(self.max_relative, _magnitude(relative))
 
     def report(self) -> RequantizationReport:
-        sqnr = 10 * math.log10(self.signal / self.noise) if self.inexact else math.inf
+        # Rounded, so that the order in which threads add does not show.
+        sqnr = round(10 * math.log10(self.signal / self.noise), 6) if self.inexact else math.inf
         return RequantizationReport(
             self.num_values, self.inexact, self.max_abs, self.max_relative, sqnr
         )
@@ -177,5 +178,5 @@ def _magnitude(x: Tensor) -> float:
 
 
 def _energy(x: Tensor) -> float:
-    flat = x.flatten()
+    flat = x.flatten().double()
     return float(torch.dot(flat, flat))

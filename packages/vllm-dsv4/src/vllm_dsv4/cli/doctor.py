@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MEANING = {
     "error": "serving fails or is wrong",
     "suspected": "statistics, not certain: --reference OFFICIAL decides",
-    "handled": "the plugin handles this",
+    "handled": "the plugin handles this, or nothing stumbles over it",
 }
 
 

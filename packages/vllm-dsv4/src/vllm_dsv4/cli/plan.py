@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, get_args
@@ -14,10 +15,11 @@ from .options import add_options, read_options
 
 if TYPE_CHECKING:
     from ..gpus import Gpus
-    from ..plan import Deployment, Limits, Plan
+    from ..plan import Deployment, Limits, Plan, Preset
     from ..stored import Stored
     from .common import Commands
 
+_log = logging.getLogger(__name__)
 #: What is shown where no GPUs are given.
 _USUAL: Final = (("B200:8", 1), ("H200:8", 1), ("B200:8", 2), ("H200:8", 2))
 _LEGEND: Final = """\
@@ -36,7 +38,6 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--stored",
         choices=get_args(Preset),
-        default="full",
         help="with --model: how the checkpoint stores it (default: full)",
     )
     parser.add_argument(
@@ -75,8 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     if (arguments.folder is None) == (arguments.model is None):
         return fail("give a checkpoint folder or --model, one of the two")
-    if arguments.gpus is None and any(getattr(arguments, name) for name in _PARALLEL):
-        return fail("parallel sizes are for given GPUs: add --gpus, such as --gpus B200:8")
+    sized = arguments.nodes != 1 or any(getattr(arguments, name) for name in _PARALLEL)
+    if arguments.gpus is None and sized:
+        return fail("nodes and parallel sizes are for given GPUs: add --gpus, such as B200:8")
+    if arguments.model is None and arguments.stored is not None:
+        return fail("--stored is for --model; what a folder stores is read from its files")
     name, stored = _model(arguments)
     if arguments.gpus is None:
         places = [parse_gpus(gpus, nodes) for gpus, nodes in _USUAL]
@@ -100,9 +104,16 @@ def _model(arguments: argparse.Namespace) -> tuple[str, Stored]:
     from ..stored import read_stored
 
     if arguments.folder is not None:
-        return arguments.folder.name, read_stored(arguments.folder)
-    stored = released(arguments.model, arguments.stored)
-    return f"{NAMES[arguments.model]}, {arguments.stored}", stored
+        stored = read_stored(arguments.folder)
+        if stored.missing:
+            _log.warning(
+                "%d tensors are missing and not counted, such as %s: is a download going on?",
+                len(stored.missing),
+                stored.missing[0],
+            )
+        return arguments.folder.name, stored
+    preset: Preset = arguments.stored or "full"
+    return f"{NAMES[arguments.model]}, {preset}", released(arguments.model, preset)
 
 
 def _limits(arguments: argparse.Namespace, stored: Stored) -> Limits:
@@ -189,7 +200,10 @@ def _gb(nbytes: int) -> str:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return value

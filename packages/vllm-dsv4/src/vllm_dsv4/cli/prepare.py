@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the checkpoint; shows what became of it."""
     from ..prepare import prepare_checkpoint
 
-    size = sum(path.stat().st_size for path in arguments.input.glob("*.safetensors"))
+    files = [path for path in arguments.input.glob("*.safetensors") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
     with progress("prepare", size) as advance:
         report = prepare_checkpoint(
             arguments.input, arguments.output, resume=arguments.resume, advance=advance

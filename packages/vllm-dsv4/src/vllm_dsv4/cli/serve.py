@@ -30,7 +30,8 @@ def register(commands: Commands) -> None:
     parser.usage = "vllm-dsv4 serve [options] FOLDER [options] [any option of `vllm serve`]"
     parser.add_argument("folder", type=Path, help="a checkpoint folder")
     _add_own(parser)
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest.required = False  # in messages about what is missing
     parser.set_defaults(run=run)
 
 

@@ -34,6 +34,10 @@ CATALOGUE: Final[dict[str, Row]] = {
     "missing-shard": Row("Loading stops, or leaves a part of the model as random memory."),
     "damaged-shard": Row("Loading stops with an error."),
     "index-disagrees": Row("Loading takes tensors from the wrong file, or stops."),
+    "stray-file": Row(
+        "Without an index vLLM loads every .safetensors file: its tensors take the model's places, "
+        "or loading stops."
+    ),
     "missing-file": Row("The server starts without what turns text into tokens, or stops."),
     "unfinished": Row("Some shards are older than others, or not written yet."),
     "index-size": Row(

@@ -21,7 +21,7 @@ from ..stored import is_ours
 from .catalogue import CATALOGUE, Handled, Row
 from .config import look_at_config
 from .diagnosis import Diagnosis, Evidence, Examination, Level, Looked
-from .folder import open_folder
+from .folder import look_at_strays, open_folder
 from .headers import look_at_headers, look_at_packing
 from .names import look_at_names, sort_names
 from .nibbles import Evidence as NibbleEvidence
@@ -79,7 +79,7 @@ def _examine(folder: Path, model: Model, reference: Model | None, started: float
     of_config = [*model.findings, *check_entries(model)[0], *check_older(model)]
     if reference is not None:
         of_config += check_same_model(model.config, reference.config)
-    findings += check_files(model.checkpoint, None)
+    findings += check_files(model.checkpoint, None) + look_at_strays(model.checkpoint)
     findings = look_at_config(model.config, of_config + findings)
     values = look_at_values(model, reference)
     nibbles = nibble_evidence(model)

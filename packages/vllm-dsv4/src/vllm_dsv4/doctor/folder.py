@@ -43,7 +43,12 @@ def open_folder(folder: Path) -> Checkpoint | list[Finding]:
     Raises CheckpointError where there is no checkpoint at all: no folder, no config.json, no
     .safetensors file or an index that is no index.
     """
-    if folder.exists() and (not folder.is_dir() or read_config(folder) is None):
+    if not folder.exists():
+        raise CheckpointError(
+            "does not exist. Give the folder of a DeepSeek-V4 checkpoint.",
+            file=shown(str(folder)),
+        )
+    if not folder.is_dir() or read_config(folder) is None:
         raise CheckpointError(
             "no config.json there. Give the folder of a DeepSeek-V4 checkpoint.",
             file=shown(str(folder)),
@@ -58,6 +63,26 @@ def open_folder(folder: Path) -> Checkpoint | list[Finding]:
         looked = (_look(folder, file, index or file) for file in files)
         found = list(islice((finding for finding in looked if finding is not None), _MOST))
         return found or [_finding("index-disagrees", error, index or files[0])]
+
+
+def look_at_strays(checkpoint: Checkpoint) -> list[Finding]:
+    """Weight files that vLLM would load besides, because no index says which are the model's."""
+    if checkpoint.index is not None:
+        return []
+    names = sorted({path.name for path in checkpoint.root.glob("*.safetensors")})
+    return [
+        Finding(
+            "stray-file",
+            shown(name),
+            shown(str(checkpoint.root)),
+            f"a second weight file beside {shown(file)}, and no index",
+            "one file, or an index that names those of the model",
+            "Move it elsewhere.",
+        )
+        for file in checkpoint.paths
+        for name in names
+        if name != file
+    ]
 
 
 def _files(folder: Path, index: str | None) -> list[str]:

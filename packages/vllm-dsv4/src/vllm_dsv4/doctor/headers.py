@@ -8,7 +8,7 @@ from typing import Final
 
 from nvfp4_codec.checkpoint.deepseek_v4.names import check_headers, check_packing
 from nvfp4_codec.checkpoint.deepseek_v4.quantization import check_promises
-from nvfp4_codec.checkpoint.deepseek_v4.stored import Model
+from nvfp4_codec.checkpoint.deepseek_v4.stored import Model, fault
 from nvfp4_codec.checkpoint.families import logical_shape
 from nvfp4_codec.checkpoint.verify import Finding
 from nvfp4_codec.schemas.deepseek_v4 import Entry
@@ -32,7 +32,28 @@ def look_at_headers(model: Model, told: Iterable[str]) -> list[Finding]:
         elif entry.module() not in shaped:  # a weight and its scales have one fault
             shaped.add(entry.module())
             found.append(_shape(model, finding, entry))
+    found += _signed_codes(model)
     return found + [_promise(model, finding) for finding in check_promises(model)]
+
+
+def _signed_codes(model: Model) -> list[Finding]:
+    """NVFP4 codes under MXFP4's dtype: loaders tell the two apart by it."""
+    signed = [
+        stored.first
+        for stored in model.tensors.values()
+        if stored.layout == "nvfp4" and stored.first.dtype == "I8"
+    ]
+    more = f", as are {len(signed) - 1} more weights" if len(signed) > 1 else ""
+    return [
+        fault(
+            info,
+            "dtype-mismatch",
+            f"dtype I8, which is MXFP4's, beside scales of NVFP4{more}",
+            "U8",
+            "View the bytes as uint8 and write them again, or export again.",
+        )
+        for info in signed[:1]
+    ]
 
 
 def _shape(model: Model, finding: Finding, entry: Entry) -> Finding:

@@ -65,6 +65,11 @@ class Deployment:
         """PlanError where vLLM's own divisions would not come out even."""
         dims = config.dimensions
         tp, ep = self.tensor_parallel, self.experts_divided
+        if self.pipeline_parallel > (layers := config_layers(config)):
+            raise PlanError(
+                f"{layers} layers cannot be divided over {self.pipeline_parallel} pipeline stages; "
+                "choose fewer nodes, or --pipeline-parallel-size."
+            )
         for name, size, parts in (
             ("attention heads", dims["heads"], tp),
             ("output groups (o_groups)", dims["groups"], tp),
@@ -119,7 +124,9 @@ def choose_deployment(
     tensor = tensor_parallel or max(
         (
             size
-            for size in range(1, min(gpus.count, gpus.total // (pipeline * data)) + 1)
+            for size in range(
+                1, min(gpus.count, gpus.total // (pipeline * data), dims["heads"]) + 1
+            )
             if not (dims["heads"] % size or dims["groups"] % size or dims["experts"] % size)
         ),
         default=1,

@@ -21,7 +21,7 @@ from nvfp4_codec import (
     nvfp4_to_fp8_block,
 )
 from nvfp4_codec.convert import RequantizationReport, quantize_fp8_block_with_report
-from nvfp4_codec.errors import DtypeError, ShapeError
+from nvfp4_codec.errors import DtypeError, LosslessError, ShapeError
 
 from ..stored import Format
 
@@ -80,7 +80,7 @@ def _check_blocks(weight: Tensor, scale: Tensor) -> None:
 
 
 def fp8_scale(scale: Tensor, *, e8m0: bool) -> Tensor | None:
-    """Stored block scales in the dtype that is wanted; None if they are no powers of two.
+    """Stored block scales in the dtype that is wanted; None if they are no powers of two of E8M0's.
 
     Raises DtypeError for scales that are neither E8M0 nor FP32.
     """
@@ -93,8 +93,7 @@ def fp8_scale(scale: Tensor, *, e8m0: bool) -> Tensor | None:
         )
     if not e8m0:
         return scale
-    mantissa, _ = torch.frexp(scale)
-    if not bool((mantissa == 0.5).all()):
+    try:
+        return fp32_to_e8m0(scale).view(torch.float8_e8m0fnu)
+    except LosslessError:
         return None
-    converted = fp32_to_e8m0(scale).view(torch.float8_e8m0fnu)
-    return converted if torch.equal(e8m0_to_fp32(converted), scale) else None
