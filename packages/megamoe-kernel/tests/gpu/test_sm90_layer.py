@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
-from megamoe_kernel import SymmBuffer, transform_nvfp4_weights_for_mega_moe
+from megamoe_kernel import (
+    SymmBuffer,
+    get_symm_buffer_for_nvfp4_mega_moe,
+    prepare_inputs,
+    transform_nvfp4_weights_for_mega_moe,
+)
 from megamoe_kernel.sm90_kernel import TILINGS, Tiling, run_sm90_layer
-from megamoe_kernel.verify.cases import CASES, TINY, Case, spread
+from megamoe_kernel.verify.cases import CASES, TINY, Case, random_weights, spread
 from megamoe_kernel.verify.checks import (
     SWIGLU_LIMIT,
     Load,
     Run,
     check_layer,
+    inputs_of,
     public_layer,
 )
 
@@ -57,3 +65,33 @@ def test_every_tiling_with_any_number_of_tokens(tiling: Tiling) -> None:
 
 def test_tokens_one_to_33() -> None:
     _check(public_layer("sm_90a"), [Case(f"{n} tokens", TINY, n, spread) for n in range(1, 34)])
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 257])
+def test_repeats_and_replays_give_the_same_bits(tokens: int) -> None:
+    case = Case(f"{tokens} tokens", TINY, tokens, spread)
+    x, ids, topk_weights = inputs_of(case, DEVICE)
+    buffer = get_symm_buffer_for_nvfp4_mega_moe(
+        num_experts=TINY.num_experts, num_max_tokens_per_rank=tokens, num_topk=TINY.num_topk,
+        hidden=TINY.hidden, intermediate=TINY.intermediate, activation="bf16", device=DEVICE,
+    )  # fmt: skip
+    run = public_layer("sm_90a")(*random_weights(TINY, DEVICE, 1))
+    y = torch.full_like(x, math.nan)
+
+    def launch() -> None:
+        prepare_inputs(x, buffer, topk_idx=ids, topk_weights=topk_weights)
+        run(y, buffer)
+
+    launch()
+    first = y.clone()
+    assert bool(first.isfinite().all())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for again in (launch, graph.replay):
+        for _ in range(50):
+            y.fill_(math.nan)  # what is not written must not look right
+            again()
+            assert torch.equal(y, first)
+    assert buffer.failure() is None
+    buffer.destroy()

@@ -24,7 +24,7 @@ struct Sm90Arguments {
   uint64_t wait_limit;  // nanoseconds
 };
 
-inline constexpr int kMostShared = 227 * 1024;  // what a CTA can have on Hopper
+inline constexpr int kMostShared = 226 * 1024;  // of the 227 KiB that a CTA can have on Hopper
 
 // Shared memory: the stages, a tile for the epilogues, sums to be added, words.
 template <class Tiling, class Shape>
@@ -52,7 +52,7 @@ __device__ __forceinline__ bool sm90_task(M& m, const Group& computers, const Sh
   Sm90Sums<Tiling, Shape::block_rows> sums;
   sums.warpgroup = thread / kWarpgroup;
   sums.thread = thread % kWarpgroup;
-  bool ok = sums.accumulate(m, stages, at, steps, block.rows);
+  bool ok = sums.accumulate(m, stages, at, steps);
   ok = sums.reduce(m, computers, partials, ok);
   if (!ok) return false;
   if (task.layer == Layer::kL1) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ bool sm90_compute(M& m, const Group& computers, const
                            partials)) {
       return false;
     }
-    at.template advance<true>(steps);
+    at.advance(steps);
   }
   return true;
 }

@@ -22,28 +22,23 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
 }
 
-// Of B at a shared address: rows of 128 bytes, groups of 8 rows 1024 bytes apart, swizzled. The low
-// word; wgmma has the other, kDescriptorHigh. B some bytes on, within the swizzle's 1024 or whole
-// ones: plus descriptor_offset(bytes).
-__device__ __forceinline__ uint32_t descriptor_k_major(uint32_t address) {
-  constexpr uint32_t kUnused = 1u << 16;
-  return kUnused | address >> 4;
+// Of B at a shared address: rows of 128 bytes, groups of 8 rows 1024 bytes apart, swizzled. The
+// next 16 values of K are 32 bytes on.
+__device__ __forceinline__ uint64_t descriptor_k_major(uint32_t address) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62, kStride = (1024ull >> 4) << 32, kUnused = 1ull << 16;
+  return kSwizzle128 | kStride | kUnused | ((address & 0x3FFFFu) >> 4);
 }
-__device__ __forceinline__ constexpr uint32_t descriptor_offset(uint32_t bytes) { return bytes >> 4; }
 
-// wgmma<N>(d, a, b): d has N / 2 values, b is the low word of B's descriptor. Its high word: the
-// swizzle of 128 bytes, and the groups' distance, 1024 / 16.
-#define MEGAMOE_DESCRIPTOR_HIGH "0x40000040"
+// wgmma<N>(d, a, b)
 #define MEGAMOE_D4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define MEGAMOE_D16(i) MEGAMOE_D4(i), MEGAMOE_D4((i) + 4), MEGAMOE_D4((i) + 8), MEGAMOE_D4((i) + 12)
-#define MEGAMOE_WGMMA(N, NAMES, A, B, ...)                                                       \
-  __device__ __forceinline__ void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint32_t b) { \
-    asm volatile("{.reg .pred p; .reg .b64 b; setp.eq.u32 p, 0, 0;\n"                            \
-                 "mov.b64 b, {" B ", " MEGAMOE_DESCRIPTOR_HIGH "};\n"                            \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES "}, {" A     \
-                 "}, b, p, 1, 1, 0;}"                                                            \
-                 : __VA_ARGS__                                                                   \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                          \
+#define MEGAMOE_WGMMA(N, NAMES, A, B, ...)                                                   \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) { \
+    asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0;\n"                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES "}, {" A  \
+                 "}, " B ", p, 1, 1, 0;}"                                                     \
+                 : __VA_ARGS__                                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                       \
   }
 
 #define MEGAMOE_N16 \
@@ -72,18 +67,8 @@ MEGAMOE_WGMMA(48, MEGAMOE_N16 ", %16, %17, %18, %19, %20, %21, %22, %23", "%24, 
               MEGAMOE_D16(0), MEGAMOE_D4(16), MEGAMOE_D4(20))
 MEGAMOE_WGMMA(64, MEGAMOE_N32, "%32, %33, %34, %35", "%36",
               MEGAMOE_D16(0), MEGAMOE_D16(16))
-MEGAMOE_WGMMA(72, MEGAMOE_N32 ", %32, %33, %34, %35", "%36, %37, %38, %39", "%40",
-              MEGAMOE_D16(0), MEGAMOE_D16(16), MEGAMOE_D4(32))
-MEGAMOE_WGMMA(80, MEGAMOE_N32 ", %32, %33, %34, %35, %36, %37, %38, %39", "%40, %41, %42, %43", "%44",
-              MEGAMOE_D16(0), MEGAMOE_D16(16), MEGAMOE_D4(32), MEGAMOE_D4(36))
-MEGAMOE_WGMMA(88, MEGAMOE_N32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43", "%44, %45, %46, %47", "%48",
-              MEGAMOE_D16(0), MEGAMOE_D16(16), MEGAMOE_D4(32), MEGAMOE_D4(36), MEGAMOE_D4(40))
 MEGAMOE_WGMMA(96, MEGAMOE_N48, "%48, %49, %50, %51", "%52",
               MEGAMOE_D16(0), MEGAMOE_D16(16), MEGAMOE_D16(32))
-MEGAMOE_WGMMA(104, MEGAMOE_N48 ", %48, %49, %50, %51", "%52, %53, %54, %55", "%56",
-              MEGAMOE_D16(0), MEGAMOE_D16(16), MEGAMOE_D16(32), MEGAMOE_D4(48))
-MEGAMOE_WGMMA(112, MEGAMOE_N48 ", %48, %49, %50, %51, %52, %53, %54, %55", "%56, %57, %58, %59", "%60",
-              MEGAMOE_D16(0), MEGAMOE_D16(16), MEGAMOE_D16(32), MEGAMOE_D4(48), MEGAMOE_D4(52))
 MEGAMOE_WGMMA(128, MEGAMOE_N64, "%64, %65, %66, %67", "%68",
               MEGAMOE_D16(0), MEGAMOE_D16(16), MEGAMOE_D16(32), MEGAMOE_D16(48))
 
@@ -94,6 +79,5 @@ MEGAMOE_WGMMA(128, MEGAMOE_N64, "%64, %65, %66, %67", "%68",
 #undef MEGAMOE_N32
 #undef MEGAMOE_N48
 #undef MEGAMOE_N64
-#undef MEGAMOE_DESCRIPTOR_HIGH
 
 }  // namespace megamoe::ptx

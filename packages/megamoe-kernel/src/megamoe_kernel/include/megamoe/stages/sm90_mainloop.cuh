@@ -80,17 +80,9 @@ struct StageCursor {
   int stage = 0;
   uint32_t round = 0;
 
-  // count: at most kStages, if `kMany` is false.
-  template <bool kMany = false>
   __device__ __forceinline__ void advance(int count) {
     stage += count;
-    if constexpr (kMany) {
-      round += static_cast<uint32_t>(stage / kStages);
-      stage %= kStages;
-    } else if (stage >= kStages) {
-      stage -= kStages;
-      ++round;
-    }
+    while (stage >= kStages) stage -= kStages, ++round;
   }
 };
 
@@ -196,20 +188,49 @@ struct Sm90Sums {
   __device__ __forceinline__ int group() const { return warpgroup / Tiling::split; }
   __device__ __forceinline__ int phase() const { return warpgroup % Tiling::split; }
 
-  // The task's stages; at: the first one. The block's tokens are multiplied in the narrowest wgmma
-  // of kWidths that holds them; sums of the others stay 0.
+  // The task's stages; at: the first one. Goes on after a wait that was given up, so that the
+  // warpgroup stays together, and returns false.
   template <Machine M, class Shape>
   __device__ __forceinline__ bool accumulate(M& m, const Stages<Tiling, Shape>& stages,
-                                             StageCursor<Tiling::stages> at, int steps, int rows) {
+                                             StageCursor<Tiling::stages> at, int steps) {
+    constexpr int kBatch = 4;  // steps of wgmma in flight together: half a stage of one tile
+    constexpr int kRowBytes = kBoxColumns * 2;
     MEGAMOE_UNROLL
     for (int tile = 0; tile < Tiling::tiles; ++tile) {
       MEGAMOE_UNROLL
       for (int i = 0; i < kValues; ++i) d[tile][i] = 0.0f;
     }
-    if constexpr (kTokens == 128) {
-      if (rows <= 112) return multiply<112>(m, stages, at, steps);
+    bool ok = true;
+    int last = -1;  // a stage that is read until the next batch's wait
+    at.advance(phase());
+    for (int step = phase(); step < steps; step += Tiling::split, at.advance(Tiling::split)) {
+      ok = wait_phase(m, stages.full(at.stage), at.round) && ok;
+      // Two batches in a row, each with registers of its own for A: what ptxas follows. More of
+      // them in one body, and it would wait after each wgmma.
+      _Pragma("unroll 1")
+      for (int pair = 0; pair < Tiling::tiles; ++pair) {
+        uint32_t fragment[2][kBatch][4];
+        MEGAMOE_UNROLL
+        for (int b = 0; b < 2; ++b) {
+          const int tile = Tiling::tiles == 1 ? 0 : b, half = Tiling::tiles == 1 ? b : pair;
+          decode(tile_at(stages, at.stage, tile), half, fragment[b]);
+          const uint32_t tokens =
+              stages.tokens(at.stage) + static_cast<uint32_t>(half * Shape::block_rows * kRowBytes);
+          ptx::wgmma_fence();
+          MEGAMOE_UNROLL
+          for (int i = 0; i < kBatch; ++i) {
+            ptx::wgmma(d[tile], fragment[b][i], ptx::descriptor_k_major(tokens + i * 32));
+          }
+          ptx::wgmma_commit();
+          ptx::wgmma_wait<1>();
+          if (b == 0 && pair == 0 && last >= 0) release(stages, last);
+        }
+      }
+      last = at.stage;
     }
-    return multiply<kTokens>(m, stages, at, steps);
+    ptx::wgmma_wait<0>();
+    if (last >= 0) release(stages, last);
+    return ok;
   }
 
   // Warpgroups that took turns: the first of each group gets the sum, in a fixed order. partial:
@@ -254,45 +275,6 @@ struct Sm90Sums {
   }
 
  private:
-  // Goes on after a wait that was given up, so that the warpgroup stays together, and returns false.
-  template <int kWidth, Machine M, class Shape>
-  __device__ __forceinline__ bool multiply(M& m, const Stages<Tiling, Shape>& stages,
-                                           StageCursor<Tiling::stages> at, int steps) {
-    constexpr int kBatch = 4;  // steps of wgmma in flight together: half a stage of one tile
-    constexpr uint32_t kHalf = Shape::block_rows * kBoxColumns * 2;
-    bool ok = true;
-    int last = -1;  // a stage that is read until the next batch's wait
-    at.advance(phase());
-    for (int step = phase(); step < steps; step += Tiling::split, at.advance(Tiling::split)) {
-      ok = wait_phase(m, stages.full(at.stage), at.round) && ok;
-      const uint32_t tokens = ptx::descriptor_k_major(stages.tokens(at.stage));
-      // Two batches in a row, each with registers of its own for A: what ptxas follows. More of
-      // them in one body, and it would wait after each wgmma.
-      _Pragma("unroll 1")
-      for (int pair = 0; pair < Tiling::tiles; ++pair) {
-        uint32_t fragment[2][kBatch][4];
-        MEGAMOE_UNROLL
-        for (int b = 0; b < 2; ++b) {
-          const int tile = Tiling::tiles == 1 ? 0 : b, half = Tiling::tiles == 1 ? b : pair;
-          decode(tile_at(stages, at.stage, tile), half, fragment[b]);
-          ptx::wgmma_fence();
-          MEGAMOE_UNROLL
-          for (int i = 0; i < kBatch; ++i) {
-            ptx::wgmma(reinterpret_cast<float(&)[kWidth / 2]>(d[tile]), fragment[b][i],
-                       tokens + ptx::descriptor_offset(half * kHalf + i * 32));
-          }
-          ptx::wgmma_commit();
-          ptx::wgmma_wait<1>();
-          if (b == 0 && pair == 0 && last >= 0) release(stages, last);
-        }
-      }
-      last = at.stage;
-    }
-    ptx::wgmma_wait<0>();
-    if (last >= 0) release(stages, last);
-    return ok;
-  }
-
   // Half of a tile of weights: four steps.
   __device__ __forceinline__ void decode(const uint8_t* tile, int half, uint32_t (&fragment)[4][4]) {
     const Chunk codes = reinterpret_cast<const Chunk*>(tile + half * (kTileCodeBytes / 2))[thread];
