@@ -92,12 +92,6 @@ class Problem:
         self.touched = statistics.mean(len(ids.unique()) for ids in self.ids)
 
 
-def turns(shape: MoEShape, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The same inputs for the others, whose ids are int32."""
-    problem = Problem(shape, tokens)
-    return [(problem.x, ids.int(), problem.weights) for ids in problem.ids]
-
-
 def ours(problem: Problem, l1: Any, l2: Any, tiling: Tiling | None) -> list[Callable[[], object]]:
     def launch(ids: Tensor) -> Callable[[], object]:
         def run() -> None:
@@ -133,8 +127,10 @@ def main() -> int:
     l1, l2 = transform_nvfp4_weights_for_mega_moe(layer.w13, w2, arch="sm_90a")
     ceiling = ceilings()
     rows = []
+    inputs = {}  # by tokens, for the others, whose ids are int32
     for tokens in arguments.tokens:
         problem = Problem(PRO, tokens)
+        inputs[tokens] = [(problem.x, ids.int(), problem.weights) for ids in problem.ids]
         chosen = tiling_for(PRO, tokens)
         tilings = TILINGS if arguments.all_tilings else (chosen,)
         floor = floors(PRO, problem, ceiling)
@@ -158,7 +154,6 @@ def main() -> int:
             )
     others: dict[str, object] = {}
     if arguments.peers:
-        inputs = {tokens: turns(PRO, tokens) for tokens in arguments.tokens}
         timed, missing = measure(layer, inputs, lambda runs: microseconds(runs, arguments.rounds))
         others = {"peers": timed, "missing": missing}
         for row in timed:

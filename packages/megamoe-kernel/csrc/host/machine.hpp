@@ -37,7 +37,7 @@ struct NamedBarrier {
 struct Cta {
   std::array<NamedBarrier, 16> barriers;
   std::vector<Warp> warps;
-  std::vector<uint32_t> words;  // shared memory: see impl/scalar.hpp
+  std::vector<uint32_t> words;  // shared memory: see impl/shared_memory.hpp
   std::vector<Chunk> tile;
 };
 

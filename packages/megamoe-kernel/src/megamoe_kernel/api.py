@@ -169,8 +169,7 @@ def fp8_nvfp4_mega_moe(
     check_buffer(sym_buffer)
     _check_layer(l1_weights, l2_weights, sym_buffer, sym_buffer.num_experts_per_rank, "")
     if shared is not None:
-        if not isinstance(shared, tuple | list) or len(shared) != 2:
-            raise LayoutError("shared is no pair (l1, l2) of transformed weights")
+        check_is_pair(shared)
         _check_layer(*shared, sym_buffer, 1, "shared ")
         if shared[0].arch != l1_weights.arch:
             raise LayoutError(f"shared is for {shared[0].arch}, the experts for {l1_weights.arch}")
@@ -188,8 +187,7 @@ def fp8_nvfp4_mega_moe(
             )
         _run_reference(y, l1_weights, l2_weights, sym_buffer, swiglu_limit, shared)
         return
-    if backend != "kernel":
-        raise BackendError(f"backend is {backend!r}, expected 'kernel' or 'reference'")
+    check_backend(backend)
     run = LAYER_KERNELS.get(l1_weights.arch)
     if run is None:
         raise BackendError(
@@ -204,6 +202,20 @@ def fp8_nvfp4_mega_moe(
 
 
 nvfp4_mega_moe = fp8_nvfp4_mega_moe
+
+
+def check_is_pair(shared: object) -> None:
+    if not isinstance(shared, tuple | list) or len(shared) != 2:
+        raise LayoutError("shared is no pair (l1, l2) of transformed weights")
+
+
+def check_backend(backend: str) -> Backend:
+    """The name as a Backend; BackendError if it is none."""
+    if backend == "kernel":
+        return "kernel"
+    if backend == "reference":
+        return "reference"
+    raise BackendError(f"backend is {backend!r}, expected 'kernel' or 'reference'")
 
 
 def check_buffer(sym_buffer: SymmBuffer) -> None:

@@ -68,6 +68,11 @@ class SymmBuffer:
         _BUFFERS[self.handle] = self
 
     @property
+    def shape(self) -> MoEShape:
+        """The layer's sizes."""
+        return MoEShape(self.num_experts, self.num_topk, self.hidden, self.intermediate)
+
+    @property
     def num_experts_per_rank(self) -> int:
         return self.num_experts // self.num_ranks
 

@@ -14,9 +14,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .api import ACTIVATIONS, Backend, check_buffer, fp8_nvfp4_mega_moe, prepare_inputs
+from .api import (
+    ACTIVATIONS,
+    Backend,
+    check_backend,
+    check_buffer,
+    check_is_pair,
+    fp8_nvfp4_mega_moe,
+    prepare_inputs,
+)
 from .buffer import SymmBuffer, find_buffer
-from .errors import BackendError, DtypeError, LayoutError, ShapeError
+from .errors import DtypeError, ShapeError
 from .weights import Layer, MegaMoEWeights, check_layers
 
 Pair = tuple[MegaMoEWeights, MegaMoEWeights]
@@ -53,8 +61,7 @@ def mega_moe_op(
     l1_shared: list[Tensor | None] = []
     l2_shared: list[Tensor | None] = []
     if shared is not None:
-        if not isinstance(shared, tuple | list) or len(shared) != 2:
-            raise LayoutError("shared is no pair (l1, l2) of transformed weights")
+        check_is_pair(shared)
         check_layers(*shared, "shared ")
         l1_shared, l2_shared = _tensors(shared[0]), _tensors(shared[1])
     if not isinstance(x, Tensor) or x.ndim != 2:
@@ -84,7 +91,7 @@ def _run(
     backend: str,
 ) -> None:
     sym_buffer = find_buffer(buffer)
-    chosen = _backend(backend)
+    chosen = check_backend(backend)
     shared: Pair | None = None
     if l1_shared:
         shared = _weights("l1", l1_shared, sym_buffer), _weights("l2", l2_shared, sym_buffer)
@@ -124,7 +131,7 @@ def _trace(
 ) -> None:
     """What tracing checks: nothing that would fix the number of tokens."""
     sym_buffer = find_buffer(buffer)
-    _backend(backend)
+    check_backend(backend)
     if x.shape[1] != sym_buffer.hidden:
         raise ShapeError(f"x has width {x.shape[1]}, the buffer {sym_buffer.hidden}")
     if topk_idx.ndim != 2 or topk_idx.shape[1] != sym_buffer.num_topk:
@@ -162,11 +169,3 @@ def _weights(
     if layer == "l2":
         rows, columns = sym_buffer.hidden, sym_buffer.intermediate
     return MegaMoEWeights(layer, arch, rows, columns, weight, scale, alpha, input_scale)
-
-
-def _backend(name: str) -> Backend:
-    if name == "kernel":
-        return "kernel"
-    if name == "reference":
-        return "reference"
-    raise BackendError(f"backend is {name!r}, expected 'kernel' or 'reference'")

@@ -52,14 +52,7 @@ class ExpertWeights:
                 f"weight_scale_2 has shape {tuple(self.weight_scale_2.shape)}, expected "
                 f"({experts}, 2) for w13 (gate, up) or ({experts}, 1) for w2"
             )
-        others = [self.weight_scale, self.weight_scale_2]
-        if self.input_scale is not None:
-            check_dtype("input_scale", self.input_scale, torch.float32)
-            check_shape("input_scale", self.input_scale, ())
-            others.append(self.input_scale)
-        for tensor in others:
-            if tensor.device != self.weight.device:
-                raise ShapeError(f"scales are on {tensor.device}, weight on {self.weight.device}")
+        check_beside(self.weight, [self.weight_scale, self.weight_scale_2], self.input_scale)
 
     @property
     def num_experts(self) -> int:
@@ -169,6 +162,17 @@ def check_values(name: str, tensor: Tensor) -> None:
     """Refuse a tensor without memory, where its values are needed."""
     if tensor.is_meta:
         raise ShapeError(f"{name} is a meta tensor, which has no values; load the weights first")
+
+
+def check_beside(weight: Tensor, scales: list[Tensor], input_scale: Tensor | None) -> None:
+    """Refuse an input_scale that is no float32 scalar, and scales elsewhere than their weight."""
+    if input_scale is not None:
+        check_dtype("input_scale", input_scale, torch.float32)
+        check_shape("input_scale", input_scale, ())
+        scales = [*scales, input_scale]
+    for tensor in scales:
+        if tensor.device != weight.device:
+            raise ShapeError(f"scales are on {tensor.device}, weight on {weight.device}")
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:

@@ -13,20 +13,18 @@ import torch
 from torch import Tensor
 
 from .buffer import SymmBuffer
-from .buffer_sizes import MAX_RANKS
 from .experts import ExpertWeights
 from .jit.compile import KernelSource, compile_kernel
 from .jit.driver import LoadedKernel
 from .jit.targets import TARGETS, Target, target_for
-from .models import MoEShape, local_experts
+from .launch import WAIT_LIMIT, clamp, rank_buffers, rank_buffers_type, static_shape
+from .models import MoEShape
 from .reference import Activation, required_input_scale
 
 BLOCK_ROWS = 16
 WEIGHT_ROWS = 128
 _THREADS = 96  # kThreads of impl/scalar.hpp
 _SCALE_ROWS = 128  # of a block in the ring, where there are scales
-_MOST_WAVE_BLOCKS = 16
-_WAIT_LIMIT = 20_000_000_000  # nanoseconds
 
 
 class _Weights(ctypes.Structure):
@@ -58,24 +56,20 @@ def scalar_source(
 ) -> KernelSource:
     """The kernel for one layer's sizes; without a shared expert."""
     blocks = ring_rows // (_SCALE_ROWS if activation == "nvfp4" else BLOCK_ROWS)
-    constants = (
+    constants = static_shape(
+        shape,
         num_ranks,
-        local_experts(shape.num_experts, num_ranks),
-        0,
-        shape.num_topk,
-        shape.hidden,
-        shape.intermediate,
-        ring_rows,
-        BLOCK_ROWS,
-        min(_MOST_WAVE_BLOCKS, blocks // 2),
-        WEIGHT_ROWS,
+        num_shared=0,
+        ring_rows=ring_rows,
+        ring_blocks=blocks,
+        block_rows=BLOCK_ROWS,
+        weight_rows=WEIGHT_ROWS,
     )
     form = "Nvfp4" if activation == "nvfp4" else "Bf16"
-    listed = ", ".join(map(str, constants))
     return KernelSource(
         name="scalar_layer",
         header="megamoe/impl/scalar.cuh",
-        function=f"megamoe::scalar_layer<megamoe::{form}, megamoe::StaticShape<{listed}>>",
+        function=f"megamoe::scalar_layer<megamoe::{form}, {constants}>",
         arguments="megamoe::ScalarArguments",
         threads=_THREADS,
         targets=TARGETS,
@@ -90,7 +84,7 @@ def run_scalar_layer(
     *,
     swiglu_limit: float | None,
     num_ctas: int | None = None,
-    wait_limit: int = _WAIT_LIMIT,
+    wait_limit: int = WAIT_LIMIT,
 ) -> None:
     """Write the layer's result for the tokens in the buffer to y, bfloat16 ``[T, hidden]``.
 
@@ -99,27 +93,19 @@ def run_scalar_layer(
     given up; then y is unspecified and ``sym_buffer.failure`` tells (see failure.py).
     """
     device, activation = sym_buffer.device, sym_buffer.activation
-    shape = MoEShape(
-        sym_buffer.num_experts, sym_buffer.num_topk, sym_buffer.hidden, sym_buffer.intermediate
-    )
     ring_rows = sym_buffer.layout.fields["ring_x"].rows
-    kernel = _load(shape, activation, sym_buffer.num_ranks, ring_rows, device)
+    kernel = _load(sym_buffer.shape, activation, sym_buffer.num_ranks, ring_rows, device)
     layer = _Layer(
         _pointers(w13),
         _pointers(w2),
         float(required_input_scale(w2.input_scale)) if activation == "nvfp4" else 0.0,
         0.0,
-        float("inf") if swiglu_limit is None else swiglu_limit,
+        clamp(swiglu_limit),
         y.shape[0],
         y.data_ptr(),
     )
     arguments = _arguments_type(len(sym_buffer.layout.fields))()
-    for index, row in enumerate(sym_buffer.layout.fields.values()):
-        arguments.offset[index] = row.offset
-    arguments.shared_bytes = sym_buffer.layout.shared_bytes
-    arguments.nbytes = sym_buffer.layout.nbytes
-    for rank_idx, address in enumerate(sym_buffer.peers):
-        arguments.base[rank_idx] = address
+    arguments.buffers = rank_buffers(sym_buffer)
     arguments.layer = layer
     arguments.rank_idx = sym_buffer.rank_idx
     arguments.wait_limit = wait_limit
@@ -135,12 +121,9 @@ def _pointers(weights: ExpertWeights) -> _Weights:
 
 @cache
 def _arguments_type(num_fields: int) -> type[ctypes.Structure]:
-    """ScalarArguments of impl/scalar.cuh, with RankBuffers and its BufferLayout in line."""
+    """ScalarArguments of impl/scalar.cuh."""
     fields = (
-        ("offset", ctypes.c_uint64 * num_fields),
-        ("shared_bytes", ctypes.c_uint64),
-        ("nbytes", ctypes.c_uint64),
-        ("base", ctypes.c_uint64 * MAX_RANKS),
+        ("buffers", rank_buffers_type(num_fields)),
         ("layer", _Layer),
         ("rank_idx", ctypes.c_int),
         ("wait_limit", ctypes.c_uint64),

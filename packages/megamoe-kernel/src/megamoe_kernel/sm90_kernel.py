@@ -14,21 +14,26 @@ import torch
 from torch import Tensor
 
 from .buffer import SymmBuffer
-from .buffer_sizes import MAX_RANKS
 from .jit.compile import KernelSource, compile_kernel
 from .jit.driver import TENSOR_MAP_BYTES, LoadedKernel, tensor_map
 from .jit.targets import Target
+from .launch import (
+    WAIT_LIMIT,
+    clamp,
+    listed,
+    rank_buffers,
+    rank_buffers_type,
+    static_shape,
+)
+from .layout_sm90 import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from .models import MoEShape, local_experts
 from .weights import MegaMoEWeights
 
 TARGET: Target = "sm_90a"
 _WARPGROUP = 128
-_TILE_ROWS, _TILE_BYTES, _TILE_COLUMNS = 64, 4608, 128
 _BOX_COLUMNS, _MAX_BOX_ROWS = 64, 16  # kBoxColumns, kMaxBoxRows
 _SHARED_BYTES = 226 * 1024  # kMostShared
 _MOST_STAGES = 24
-_MOST_WAVE_BLOCKS = 16
-_WAIT_LIMIT = 20_000_000_000  # nanoseconds
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Tiling:
 
     @property
     def weight_rows(self) -> int:
-        return self.groups * self.tiles * _TILE_ROWS
+        return self.groups * self.tiles * TILE_ROWS
 
     @property
     def threads(self) -> int:
@@ -61,7 +66,7 @@ class Tiling:
         partials = (self.split - 1) * self.weight_rows * self.block_rows * 4
         words = 4 * (5 * num_experts + 2 * experts + 8)  # of the pool and of routing
         alignment = 128
-        stage = self.block_rows * 2 * _TILE_COLUMNS + self.weight_rows // _TILE_ROWS * _TILE_BYTES
+        stage = self.block_rows * 2 * TILE_COLUMNS + self.weight_rows // TILE_ROWS * TILE_BYTES
         left = _SHARED_BYTES - tile - partials - words - alignment
         return min(_MOST_STAGES, left // (stage + 16))
 
@@ -104,7 +109,6 @@ def sm90_source(
 ) -> KernelSource:
     """The kernel for one layer's sizes and a tiling."""
     experts = local_experts(shape.num_experts, num_ranks)
-    blocks = ring_rows // tiling.block_rows
     tile = (
         tiling.groups,
         tiling.split,
@@ -113,23 +117,19 @@ def sm90_source(
         tiling.producer_registers,
         tiling.consumer_registers,
     )
-    constants = (
+    constants = static_shape(
+        shape,
         num_ranks,
-        experts,
-        num_shared,
-        shape.num_topk,
-        shape.hidden,
-        shape.intermediate,
-        ring_rows,
-        tiling.block_rows,
-        min(_MOST_WAVE_BLOCKS, blocks // 2),
-        tiling.weight_rows,
+        num_shared=num_shared,
+        ring_rows=ring_rows,
+        ring_blocks=ring_rows // tiling.block_rows,
+        block_rows=tiling.block_rows,
+        weight_rows=tiling.weight_rows,
     )
     return KernelSource(
         name="sm90_layer",
         header="megamoe/impl/sm90.cuh",
-        function=f"megamoe::sm90_layer<megamoe::Sm90Tiling<{_listed(tile)}>, "
-        f"megamoe::StaticShape<{_listed(constants)}>>",
+        function=f"megamoe::sm90_layer<megamoe::Sm90Tiling<{listed(tile)}>, {constants}>",
         arguments="megamoe::Sm90Arguments",
         threads=tiling.threads,
         targets=(TARGET,),
@@ -145,7 +145,7 @@ def run_sm90_layer(
     swiglu_limit: float | None,
     shared: tuple[MegaMoEWeights, MegaMoEWeights] | None = None,
     tiling: Tiling | None = None,
-    wait_limit: int = _WAIT_LIMIT,
+    wait_limit: int = WAIT_LIMIT,
 ) -> None:
     """Write the layer's result for the tokens in the buffer to y, bfloat16 ``[T, hidden]``.
 
@@ -154,39 +154,27 @@ def run_sm90_layer(
     tells (see failure.py). Allocates nothing on the GPU and waits for nothing; the first call for
     sizes and a tiling compiles or loads the kernel.
     """
-    shape = MoEShape(
-        sym_buffer.num_experts, sym_buffer.num_topk, sym_buffer.hidden, sym_buffer.intermediate
-    )
-    ring_rows = sym_buffer.layout.fields["ring_x"].rows
+    shape, ring_rows = sym_buffer.shape, sym_buffer.layout.fields["ring_x"].rows
     if tiling is None:
         tiling = tiling_for(shape, y.shape[0] * sym_buffer.num_ranks)
-    source = sm90_source(shape, sym_buffer.num_ranks, ring_rows, tiling, int(shared is not None))
-    kernel = _load(source, sym_buffer.device)
+    kernel = _load(
+        shape, sym_buffer.num_ranks, ring_rows, tiling, int(shared is not None), sym_buffer.device
+    )
     box_rows = min(tiling.block_rows, _MAX_BOX_ROWS)
-    fields = sym_buffer.layout.fields
-    arguments = _arguments_type(len(fields))()
+    arguments = _arguments_type(len(sym_buffer.layout.fields))()
     for name, columns in (("ring_x", shape.hidden), ("ring_h", shape.intermediate)):
         encoded = tensor_map(sym_buffer.address(name), ring_rows, columns, box_rows, _BOX_COLUMNS)
         setattr(arguments, f"{name}_map", encoded)
-    for index, row in enumerate(fields.values()):
-        arguments.offset[index] = row.offset
-    arguments.shared_bytes = sym_buffer.layout.shared_bytes
-    arguments.nbytes = sym_buffer.layout.nbytes
-    for rank_idx, address in enumerate(sym_buffer.peers):
-        arguments.base[rank_idx] = address
+    arguments.buffers = rank_buffers(sym_buffer)
     for index, weights in enumerate((l1, l2, *(shared or ()))):
         arguments.weights[index] = _Weights(weights.weight.data_ptr(), weights.alpha.data_ptr())
-    arguments.limit = float("inf") if swiglu_limit is None else swiglu_limit
+    arguments.limit = clamp(swiglu_limit)
     arguments.num_tokens = y.shape[0]
     arguments.output = y.data_ptr()
     arguments.rank_idx = sym_buffer.rank_idx
     arguments.wait_limit = wait_limit
     num_ctas = torch.cuda.get_device_properties(sym_buffer.device).multi_processor_count
     kernel.launch(arguments, (num_ctas, 1, 1), shared_bytes=_SHARED_BYTES, cooperative=True)
-
-
-def _listed(constants: tuple[int, ...]) -> str:
-    return ", ".join(map(str, constants))
 
 
 class _Weights(ctypes.Structure):
@@ -197,15 +185,12 @@ class _Weights(ctypes.Structure):
 
 @cache
 def _arguments_type(num_fields: int) -> type[ctypes.Structure]:
-    """Sm90Arguments of impl/sm90.cuh, with RankBuffers and its BufferLayout in line."""
+    """Sm90Arguments of impl/sm90.cuh."""
     tensor_map_bytes = ctypes.c_ubyte * TENSOR_MAP_BYTES
     fields = (
         ("ring_x_map", tensor_map_bytes),
         ("ring_h_map", tensor_map_bytes),
-        ("offset", ctypes.c_uint64 * num_fields),
-        ("shared_bytes", ctypes.c_uint64),
-        ("nbytes", ctypes.c_uint64),
-        ("base", ctypes.c_uint64 * MAX_RANKS),
+        ("buffers", rank_buffers_type(num_fields)),
         ("weights", _Weights * 4),
         ("limit", ctypes.c_float),
         ("num_tokens", ctypes.c_int),
@@ -218,6 +203,14 @@ def _arguments_type(num_fields: int) -> type[ctypes.Structure]:
 
 
 @cache
-def _load(source: KernelSource, device: torch.device) -> LoadedKernel:
+def _load(
+    shape: MoEShape,
+    num_ranks: int,
+    ring_rows: int,
+    tiling: Tiling,
+    num_shared: int,
+    device: torch.device,
+) -> LoadedKernel:
+    source = sm90_source(shape, num_ranks, ring_rows, tiling, num_shared)
     compiled = compile_kernel(source, TARGET)
     return LoadedKernel(compiled.cubin, source.name, TARGET, device, threads=source.threads)

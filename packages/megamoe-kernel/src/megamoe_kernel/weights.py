@@ -19,6 +19,7 @@ from .experts import (
     as_w2,
     as_w13,
     check_aligned,
+    check_beside,
     check_dtype,
     check_scales,
     check_shape,
@@ -73,13 +74,7 @@ class MegaMoEWeights:
         check_shape("weight", self.weight, weight)
         check_dtype("alpha", self.alpha, torch.float32)
         check_shape("alpha", self.alpha, (experts, 2 if self.layer == "l1" else 1))
-        if self.input_scale is not None:
-            check_dtype("input_scale", self.input_scale, torch.float32)
-            check_shape("input_scale", self.input_scale, ())
-            others.append(self.input_scale)
-        for tensor in others:
-            if tensor.device != self.weight.device:
-                raise ShapeError(f"scales are on {tensor.device}, weight on {self.weight.device}")
+        check_beside(self.weight, others, self.input_scale)
 
     @property
     def num_experts(self) -> int:

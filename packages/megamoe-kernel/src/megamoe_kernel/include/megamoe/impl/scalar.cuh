@@ -15,22 +15,6 @@ struct ScalarArguments {
   uint64_t wait_limit;  // nanoseconds
 };
 
-// A Shape of constants, in the order of Problem.
-template <int kNumRanks, int kNumLocalExperts, int kNumShared, int kNumTopk, int kHidden,
-          int kIntermediate, int kRingRows, int kBlockRows, int kWaveBlocks, int kWeightRows>
-struct StaticShape {
-  static constexpr int num_ranks = kNumRanks;
-  static constexpr int num_local_experts = kNumLocalExperts;
-  static constexpr int num_shared = kNumShared;
-  static constexpr int num_topk = kNumTopk;
-  static constexpr int hidden = kHidden;
-  static constexpr int intermediate = kIntermediate;
-  static constexpr int ring_rows = kRingRows;
-  static constexpr int block_rows = kBlockRows;
-  static constexpr int wave_blocks = kWaveBlocks;
-  static constexpr int weight_rows = kWeightRows;
-};
-
 template <class Format, class Shape>
 __device__ void scalar_layer(const ScalarArguments& arguments) {
   static_assert(problem_error<Format>(Shape{}) == nullptr);

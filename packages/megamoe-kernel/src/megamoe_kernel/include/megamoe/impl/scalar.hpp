@@ -4,6 +4,7 @@
 // others compute. It runs on the host and on any GPU; it is for checking, not for speed.
 #pragma once
 
+#include "megamoe/impl/shared_memory.hpp"
 #include "megamoe/stages/combine.hpp"
 #include "megamoe/stages/fetch.hpp"
 #include "megamoe/stages/scalar_mainloop.hpp"
@@ -24,18 +25,6 @@ struct ScalarLayer {
 inline constexpr int kDispatchThreads = 32;
 inline constexpr int kComputeThreads = 64;
 inline constexpr int kThreads = kDispatchThreads + kComputeThreads;
-
-// Shared memory: words for routing and the pool, then bytes for a tile (aligned to 16).
-template <class Shape>
-MEGAMOE_FN constexpr int shared_words(const Shape& shape) {
-  const int words = Pool<Shape>::num_words(shape) + route_words(shape);
-  return ceil_div(words, 4) * 4;
-}
-template <class Format, class Shape>
-MEGAMOE_FN constexpr int shared_tile_bytes(const Shape& shape) {
-  const int l1 = l1_tile_bytes<Format>(shape), l2 = l2_tile_bytes(shape);
-  return l1 > l2 ? l1 : l2;
-}
 
 // The tasks of this CTA; all compute threads. False if a wait was given up.
 template <class Format, Machine M, class Shape>

@@ -6,7 +6,9 @@
 #pragma once
 
 #include "megamoe/comm/device.cuh"
-#include "megamoe/impl/scalar.cuh"
+#include "megamoe/impl/shared_memory.hpp"
+#include "megamoe/stages/combine.hpp"
+#include "megamoe/stages/fetch.hpp"
 #include "megamoe/stages/sm90_mainloop.cuh"
 
 namespace megamoe {
@@ -29,11 +31,10 @@ inline constexpr int kMostShared = 226 * 1024;  // of the 227 KiB that a CTA can
 // Shared memory: the stages, a tile for the epilogues, sums to be added, words.
 template <class Tiling, class Shape>
 struct Sm90Shared {
-  static constexpr int kL1 = l1_tile_bytes<Bf16>(Shape{}), kL2 = l2_tile_bytes(Shape{});
   static constexpr int kPartials =
       (Tiling::split - 1) * Tiling::groups * Tiling::tiles * kTileRows * Shape::block_rows * 4;
   static constexpr int kTileAt = (Stages<Tiling, Shape>::kBytes + 127) / 128 * 128;
-  static constexpr int kPartialsAt = kTileAt + (kL1 > kL2 ? kL1 : kL2);
+  static constexpr int kPartialsAt = kTileAt + shared_tile_bytes<Bf16>(Shape{});
   static constexpr int kWordsAt = kPartialsAt + kPartials;
   static constexpr int kBytes = kWordsAt + 4 * shared_words(Shape{});
 };
@@ -79,8 +80,7 @@ __device__ __forceinline__ bool sm90_compute(M& m, const Group& computers, const
   StageCursor<Tiling::stages> at;
   for (Task task; tasks.next(task);) {
     const Block block = pool.block(task.block);
-    const int columns = task.layer == Layer::kL1 ? shape.hidden : shape.intermediate;
-    const int steps = columns / kTileColumns;
+    const int steps = task_steps(shape, task.layer);
     if (!sm90_task<Tiling>(m, computers, shape, arguments, block, task, stages, at, steps, tile,
                            partials)) {
       return false;

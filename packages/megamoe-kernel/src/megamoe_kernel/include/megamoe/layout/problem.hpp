@@ -23,6 +23,22 @@ struct Problem {
   int weight_rows;   // rows of weights of a task, in L1 gate and up together
 };
 
+// A Shape of constants, in the order of Problem.
+template <int kNumRanks, int kNumLocalExperts, int kNumShared, int kNumTopk, int kHidden,
+          int kIntermediate, int kRingRows, int kBlockRows, int kWaveBlocks, int kWeightRows>
+struct StaticShape {
+  static constexpr int num_ranks = kNumRanks;
+  static constexpr int num_local_experts = kNumLocalExperts;
+  static constexpr int num_shared = kNumShared;
+  static constexpr int num_topk = kNumTopk;
+  static constexpr int hidden = kHidden;
+  static constexpr int intermediate = kIntermediate;
+  static constexpr int ring_rows = kRingRows;
+  static constexpr int block_rows = kBlockRows;
+  static constexpr int wave_blocks = kWaveBlocks;
+  static constexpr int weight_rows = kWeightRows;
+};
+
 // How tokens and intermediates are stored: the two activations of the contract.
 struct Nvfp4 {
   static constexpr bool kHasScales = true;

@@ -9,6 +9,7 @@
 #include "megamoe/ptx/sm90.cuh"
 #include "megamoe/ptx/wgmma.cuh"
 #include "megamoe/scheduler/gates.hpp"
+#include "megamoe/scheduler/tasks.hpp"
 #include "megamoe/stages/decode.cuh"
 #include "megamoe/stages/l2_epilogue.hpp"
 
@@ -37,6 +38,12 @@ struct Sm90Tiling {
 template <class Shape>
 MEGAMOE_FN constexpr int box_rows(const Shape& shape) {
   return shape.block_rows < kMaxBoxRows ? shape.block_rows : kMaxBoxRows;
+}
+
+// Stages of a task.
+template <class Shape>
+MEGAMOE_FN constexpr int task_steps(const Shape& shape, Layer layer) {
+  return (layer == Layer::kL1 ? shape.hidden : shape.intermediate) / kTileColumns;
 }
 
 // The ring of stages, in shared memory. Tokens first: boxes want 1024-byte addresses.
@@ -119,8 +126,7 @@ __device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Poo
   TaskCursor<Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   StageCursor<Tiling::stages> at;
   for (Task task; tasks.next(task);) {
-    const int columns = task.layer == Layer::kL1 ? shape.hidden : shape.intermediate;
-    const int steps = columns / kTileColumns;
+    const int steps = task_steps(shape, task.layer);
     const uint8_t* from = weights(task.layer, pool.block(task.block).expert) +
                           int64_t{task.part} * Tiling::task_tiles * steps * kTileBytes;
     for (int step = 0; step < steps; ++step, at.advance(1)) {
@@ -158,7 +164,7 @@ __device__ __forceinline__ void copy_tokens(M& m, const Shape& shape, const Fiel
     }
     if (m.ballot(ok) != kAllLanes) return;
     ptx::fence_proxy_async();  // in each lane that copies
-    const int steps = (is_l1 ? shape.hidden : shape.intermediate) / kTileColumns;
+    const int steps = task_steps(shape, task.layer);
     const int row = gates.slot(task.block).idx * shape.block_rows;
     // What lies in the other rows is multiplied too, and stored nowhere.
     const int boxes = ceil_div(pool.block(task.block).rows, kBoxRows);

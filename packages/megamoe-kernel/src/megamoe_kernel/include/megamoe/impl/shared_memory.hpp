@@ -1,0 +1,21 @@
+// What every layer's CTA has in shared memory, besides its mainloop's.
+#pragma once
+
+#include "megamoe/stages/l2_epilogue.hpp"
+#include "megamoe/stages/route.hpp"
+
+namespace megamoe {
+
+// Words for routing and the pool; bytes for the epilogues' tile (aligned to 16).
+template <class Shape>
+MEGAMOE_FN constexpr int shared_words(const Shape& shape) {
+  const int words = Pool<Shape>::num_words(shape) + route_words(shape);
+  return ceil_div(words, 4) * 4;
+}
+template <class Format, class Shape>
+MEGAMOE_FN constexpr int shared_tile_bytes(const Shape& shape) {
+  const int l1 = l1_tile_bytes<Format>(shape), l2 = l2_tile_bytes(shape);
+  return l1 > l2 ? l1 : l2;
+}
+
+}  // namespace megamoe

@@ -1,0 +1,72 @@
+"""What every launch of a whole layer passes: the layer's sizes as constants, all ranks' buffers."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from .buffer import SymmBuffer
+from .buffer_sizes import MAX_RANKS
+from .models import MoEShape, local_experts
+
+#: Nanoseconds after which a wait is given up.
+WAIT_LIMIT = 20_000_000_000
+_MOST_WAVE_BLOCKS = 16
+
+
+def static_shape(
+    shape: MoEShape,
+    num_ranks: int,
+    *,
+    num_shared: int,
+    ring_rows: int,
+    ring_blocks: int,
+    block_rows: int,
+    weight_rows: int,
+) -> str:
+    """A layer's sizes and tiling as the type StaticShape of layout/problem.hpp."""
+    constants = (
+        num_ranks,
+        local_experts(shape.num_experts, num_ranks),
+        num_shared,
+        shape.num_topk,
+        shape.hidden,
+        shape.intermediate,
+        ring_rows,
+        block_rows,
+        min(_MOST_WAVE_BLOCKS, ring_blocks // 2),
+        weight_rows,
+    )
+    return f"megamoe::StaticShape<{listed(constants)}>"
+
+
+def listed(constants: tuple[int, ...]) -> str:
+    """Template arguments."""
+    return ", ".join(map(str, constants))
+
+
+def clamp(swiglu_limit: float | None) -> float:
+    """The limit as kernels take it: infinity for none."""
+    return float("inf") if swiglu_limit is None else swiglu_limit
+
+
+@cache
+def rank_buffers_type(num_fields: int) -> type[ctypes.Structure]:
+    """RankBuffers of layout/rank_buffers.hpp, with its BufferLayout in line."""
+    fields = (
+        ("offset", ctypes.c_uint64 * num_fields),
+        ("shared_bytes", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("base", ctypes.c_uint64 * MAX_RANKS),
+    )
+    return type("RankBuffers", (ctypes.Structure,), {"_fields_": fields})
+
+
+def rank_buffers(sym_buffer: SymmBuffer) -> ctypes.Structure:
+    """The buffers of all ranks, as this one sees them."""
+    layout, peers = sym_buffer.layout, sym_buffer.peers
+    buffers = rank_buffers_type(len(layout.fields))()
+    buffers.offset[:] = [row.offset for row in layout.fields.values()]
+    buffers.shared_bytes, buffers.nbytes = layout.shared_bytes, layout.nbytes
+    buffers.base[: len(peers)] = peers
+    return buffers
