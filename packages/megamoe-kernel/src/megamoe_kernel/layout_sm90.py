@@ -6,23 +6,28 @@ nothing is written back to shared memory. The weights lie in memory as the threa
 
 tiles uint8 ``[E, N / 64, K / 128, 4608]``: 64 rows by 128 columns in 4096 bytes of codes and 512
 bytes of scales, 72 bytes for 128 values, one bulk copy. In a tile, thread ``i = 32 w + 4 g + t``
-(warp w, 0 <= g < 8, 0 <= t < 4) holds the rows ``16 w + g`` and ``16 w + g + 8``. Its codes for the
-step of K ``s = 4 c + j`` (columns 16 s to 16 s + 15) are the 32-bit word at byte
-``2048 c + 16 i + 4 j``, so 16-byte loads fetch four steps. Register r of the step is a pair of
-columns, ``column(s, r) = 16 s + 8 (r // 2) + 2 t`` and the next, of row ``16 w + g + 8 (r % 2)``;
-the even column's code is in the low half of the word, the other's in the high half. Within a half
-the magnitude is at bit ``3 r`` and the sign at bit 13, 12, 15, 14 for r = 0, 1, 2, 3. Then with
+(warp w, 0 <= g < 8, 0 <= t < 4) holds the rows ``16 w + g`` and ``16 w + g + 8``.
 
-    mask 0x81C081C0:  r = 2: w & mask;  r = 1: (w << 3) & mask;
-    r = 0: (w << 6) & 0x01C001C0 | (w << 2) & 0x80008000;
-    r = 3: (w >> 3) & 0x01C001C0 | (w << 1) & 0x80008000
+**Columns.** wgmma gives a thread four values of a row in each step of 16 columns. So that these are
+one block's, and a thread needs one scale where it would need four, the columns of K are taken in
+another order than they have in the weights, within every 64: at place ``16 j + 8 h + 2 t + e`` of
+the 64 is column ``16 t + 4 j + 2 h + e`` (0 <= j < 4, 0 <= h, e < 2). Step j of a half c of the tile
+multiplies the places 16 j to 16 j + 15. Tokens come into that order when they are fetched
+(stages/place_order.hpp), the intermediate because l1's outputs have it: the 64 outputs that are 64
+columns of l2 stand in the tiles in the order of their places.
 
-each register is a pair of BF16 numbers that are 2^-126 times the codes' values, for 7 integer
-instructions per 8 values on the unit that has half the throughput; nibbles would take 10
-(compiled for sm_90a with NVRTC 13.0).
+**Codes.** Register r of the step is a pair of columns, e = 0 and 1, of row ``16 w + g + 8 (r % 2)``
+with ``h = r // 2``. As BF16 in the register (sign at bits 15 and 31, magnitude at 8 to 6 and 24 to
+22) the bits of a code are 2^-126 times its value. Two steps j = 0, 1 or 2, 3 are two 32-bit words:
 
-The scale bytes of the rows 16 w + g and 16 w + g + 8 follow each other, 8 steps each, at byte
-``4096 + 16 (8 w + g)``: one 16-byte load, the same for the four threads of a quad.
+    w0 = R0 | R1 >> 4 | R2 >> 10 | Z & 0x06030603          of the first step's registers R0 to R2
+    w1 = R0 | R1 >> 4 | R2 >> 10 | (Z & 0x180C180C) >> 2   of the second's
+    Z = R3 >> 6 of the first step | R3 >> 12 of the second
+
+with rotations to the right; all bits find room. Rotating back and masking with 0x81C081C0 is 8 masks,
+7 shifts and one selection for 16 values. The word of step j is at byte ``2048 c + 16 i + 4 j``.
+
+**Scales.** Thread i's two rows have the bytes ``4096 + 256 c + 2 i`` and the next.
 
 In l1 gate and up rows alternate in eights: a thread's two rows are gate and up of one output.
 
@@ -33,7 +38,7 @@ rows against CUTLASS's ``ALayout_64x16``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, reduce
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -43,28 +48,30 @@ CODE_BYTES = TILE_ROWS * TILE_COLUMNS // 2
 SCALE_BYTES = TILE_ROWS * TILE_COLUMNS // 16
 TILE_BYTES = CODE_BYTES + SCALE_BYTES
 
-_MAGNITUDE_BIT = (0, 3, 6, 9)
-_SIGN_BIT = (13, 12, 15, 14)
+_Z_FIRST, _Z_SECOND, _Z_SHIFT = 0x06030603, 0x180C180C, 2  # Z's bits in the two words
 _CPU_WORDS = 1 << 18  # in flight on a CPU, so that temporaries stay in its cache
 
 
 def to_tiles(weight: Tensor, scale: Tensor, *, gate_up: bool) -> Tensor:
     """Pack codes uint8 ``[E, N, K/2]`` and scale bytes uint8 ``[E, N, K/16]`` into tiles.
 
-    gate_up: the first N/2 rows are gate rows, the others up rows, to be interleaved.
+    gate_up: the first N/2 rows are gate rows, the others up rows, to be interleaved; N is then a
+    multiple of 128, otherwise of 64.
     """
     experts, rows, half_columns = weight.shape
     down, across = rows // TILE_ROWS, 2 * half_columns // TILE_COLUMNS
     tiles = weight.new_empty(experts, down, across, TILE_BYTES)
-    registers, words = _register_views(weight, gate_up), _word_view(tiles)
-    encode = [table.to(weight.device) for table in _encode_tables()]
+    low, high = _code_views(weight, gate_up)
+    words = _word_view(tiles, gate_up)
+    tables = [table.to(weight.device) for table in _encode_tables()]
     for part in _parts(words):
-        # Dimensions: ..., j, t.
-        codes = [r[part].contiguous().view(torch.uint8).unflatten(-1, (4, 4)) for r in registers]
-        bits = [_look_up(table, code) for table, code in zip(encode, codes, strict=True)]
-        words[part] = reduce(Tensor.bitwise_or_, bits).mT
-    # Dimensions: expert, tile of rows, tile of columns, w, g, row; eight bytes as one number.
-    _scale_view(tiles)[:] = _row_view(scale, gate_up).permute(0, 1, 5, 2, 4, 3)
+        upper = high[part].contiguous()
+        first, second = upper[..., 0::2], upper[..., 1::2]
+        whole = _look_up(tables[0], low[part].contiguous())
+        whole[..., 0::2] |= _look_up(tables[1], first) | _look_up(tables[2], second)
+        whole[..., 1::2] |= _look_up(tables[3], first) | _look_up(tables[4], second)
+        words[part] = whole
+    _scale_view(tiles, gate_up)[:] = _scale_rows(scale, gate_up)
     return tiles
 
 
@@ -74,87 +81,102 @@ def from_tiles(tiles: Tensor, *, gate_up: bool) -> tuple[Tensor, Tensor]:
     rows, columns = down * TILE_ROWS, across * TILE_COLUMNS
     weight = tiles.new_empty(experts, rows, columns // 2)
     scale = tiles.new_empty(experts, rows, columns // 16)
-    registers, words = _register_views(weight, gate_up), _word_view(tiles)
-    decode = _decode_table().to(tiles.device)
+    low, high = _code_views(weight, gate_up)
+    words = _word_view(tiles, gate_up)
     for part in _parts(words):
-        word = words[part].mT.contiguous()  # by j, t
-        # Byte r: register r's code of the even column, then of the odd one.
-        pairs = _look_up(decode, word & 0xFFFF)
-        pairs |= _look_up(decode, word >> 16 & 0xFFFF) << 4
-        codes = pairs.view(torch.uint8).view(*word.shape, 4)
-        for r, register in enumerate(registers):
-            register[part] = codes[..., r].contiguous().view(torch.int32).squeeze(-1)
-    _row_view(scale, gate_up)[:] = _scale_view(tiles).permute(0, 1, 3, 5, 4, 2)
+        whole = words[part].contiguous()
+        first, second = whole[..., 0::2], whole[..., 1::2]
+        z = first & _Z_FIRST | (second & _Z_SECOND >> _Z_SHIFT) << _Z_SHIFT
+        r3 = torch.stack((_codes(z, 6), _codes(z, 12)), dim=-1).flatten(-2)
+        low[part] = (_codes(whole, 0) | _codes(whole, 10) << 8).short()
+        high[part] = (_codes(whole, 4) | r3 << 8).short()
+    _scale_rows(scale, gate_up)[:] = _scale_view(tiles, gate_up)
     return weight, scale
 
 
 def _row_view(x: Tensor, gate_up: bool) -> Tensor:
-    """Rows ``[E, N, bytes]`` as int64 by expert, tile of rows, w, row, g, eight bytes."""
-    experts, rows, _ = x.shape
-    words = x.view(torch.int64)
-    if gate_up:
-        return words.view(experts, 2, rows // TILE_ROWS, 4, 8, -1).movedim(1, 3)
-    return words.view(experts, rows // TILE_ROWS, 4, 2, 8, -1)
+    """Rows ``[E, N, X]`` by expert, tile of rows, w, g, row of the thread, X.
 
-
-def _register_views(weight: Tensor, gate_up: bool) -> list[Tensor]:
-    """Four views of the codes: what register 0..3 of the threads t = 0..3 takes, byte t of each.
-
-    Dimensions: expert, tile of rows, tile of columns, c, w, g, j; int32.
+    Tiles of rows are two dimensions, pairs with gate_up, where 64 outputs are in the order of
+    places (see the module); g is two dimensions too.
     """
-    steps = _row_view(weight, gate_up).view(torch.int32).unflatten(-1, (-1, 2, 4, 2))
-    return [steps[:, :, :, r % 2, ..., r // 2].permute(0, 1, 4, 5, 2, 3, 6) for r in range(4)]
+    experts, rows, _ = x.shape
+    if gate_up:  # by expert, gate or up, 64 outputs, t, the halves of j and h, e
+        outputs = x.view(experts, 2, rows // (2 * TILE_ROWS), 4, 2, 4, 2, -1)
+        return outputs.permute(0, 2, 4, 5, 3, 6, 1, 7)
+    return x.view(experts, rows // TILE_ROWS, 1, 4, 2, 4, 2, -1).movedim(4, 6)
 
 
-def _word_view(tiles: Tensor) -> Tensor:
-    """The codes of tiles as int32 by expert, tile of rows, tile of columns, c, w, g, t, j."""
-    words: Tensor = tiles.view(torch.int32)[..., : CODE_BYTES // 4].unflatten(-1, (2, 4, 8, 4, 4))
-    return words
+def _code_views(weight: Tensor, gate_up: bool) -> tuple[Tensor, Tensor]:
+    """Four codes of h = 0, 1 as int16, of each thread's lower and upper row.
+
+    Dimensions: expert, tile of rows, tile of columns, c, w, g, t, j.
+    """
+    codes = _row_view(weight.view(torch.int16), gate_up).unflatten(-1, (-1, 2, 4, 4))
+    lower, upper = codes.permute(6, 0, 1, 2, 7, 8, 3, 4, 5, 9, 10)
+    return lower, upper
 
 
-def _scale_view(tiles: Tensor) -> Tensor:
-    """The scales of tiles as int64, eight steps each, by expert, the tiles, w, g, row."""
-    steps: Tensor = tiles.view(torch.int64)[..., CODE_BYTES // 8 :].unflatten(-1, (4, 8, 2))
-    return steps
+def _word_view(tiles: Tensor, gate_up: bool) -> Tensor:
+    """The codes of tiles as int32, in the dimensions of _code_views."""
+    words = tiles.view(torch.int32)[..., : CODE_BYTES // 4].unflatten(-1, (2, 4, 4, 2, 4, 4))
+    return words.unflatten(1, (-1, 2 if gate_up else 1))
+
+
+def _scale_rows(scale: Tensor, gate_up: bool) -> Tensor:
+    """Scale bytes by expert, tile of rows, tile of columns, c, w, g, t, row of the thread."""
+    blocks = _row_view(scale, gate_up).unflatten(-1, (-1, 2, 4))
+    return blocks.permute(0, 1, 2, 7, 8, 3, 4, 5, 9, 6)
+
+
+def _scale_view(tiles: Tensor, gate_up: bool) -> Tensor:
+    """The scales of tiles, in the dimensions of _scale_rows."""
+    scales = tiles[..., CODE_BYTES:].unflatten(-1, (2, 4, 4, 2, 4, 2))
+    return scales.unflatten(1, (-1, 2 if gate_up else 1))
 
 
 def _parts(words: Tensor) -> Iterator[tuple[int, slice]]:
     """Slices of the first two dimensions: experts one by one, for a CPU in pieces."""
-    experts, down, across = words.shape[:3]
-    step = down if words.is_cuda else max(1, _CPU_WORDS * 4 // (across * CODE_BYTES))
+    experts, down, tiles, across = words.shape[:4]
+    step = down if words.is_cuda else max(1, _CPU_WORDS * 4 // (tiles * across * CODE_BYTES))
     for expert in range(experts):
         for start in range(0, down, step):
             yield expert, slice(start, start + step)
 
 
 def _look_up(table: Tensor, index: Tensor) -> Tensor:
-    return table.index_select(0, index.int().flatten()).view(index.shape)
+    return table.index_select(0, (index.int() & 0xFFFF).flatten()).view(index.shape)
+
+
+def _codes(words: Tensor, places: int) -> Tensor:
+    """Two codes in a byte, of the register that is the words rotated to the left."""
+    register = words << places | words >> (32 - places) & (1 << places) - 1 if places else words
+    return (
+        register >> 6 & 0x07 | register >> 12 & 0x08 | register >> 18 & 0x70 | register >> 24 & 0x80
+    )
 
 
 @cache
 def _encode_tables() -> list[Tensor]:
-    """For each register, the bits of a word by a byte of two codes."""
+    """Bits of words by four codes: of the lower row; of the upper row in the words of two steps.
 
-    def bits(code: int, r: int) -> int:
-        return (code & 7) << _MAGNITUDE_BIT[r] | (code >> 3) << _SIGN_BIT[r]
+    The latter are: the first word's from the first step, and from the second; the second's.
+    """
+    codes = torch.arange(1 << 16, dtype=torch.int64, device="cpu")
 
-    return [
-        _int32([bits(byte & 0xF, r) | bits(byte >> 4, r) << 16 for byte in range(256)])
-        for r in range(4)
-    ]
+    def register(pair: Tensor, places: int) -> Tensor:
+        """Of a byte of two codes, rotated to the right."""
+        even, odd = pair & 0xF, pair >> 4 & 0xF
+        bits = (even & 7) << 6 | even >> 3 << 15 | (odd & 7) << 22 | odd >> 3 << 31
+        return (bits >> places | bits << (32 - places)) & 0xFFFFFFFF
 
-
-@cache
-def _decode_table() -> Tensor:
-    """The four codes of half a word, code r in the low half of byte r."""
-    half = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
-    codes = torch.zeros_like(half)
-    for r in range(4):
-        code = half >> _MAGNITUDE_BIT[r] & 7 | (half >> _SIGN_BIT[r] & 1) << 3
-        codes |= code << 8 * r
-    return codes
-
-
-def _int32(words: list[int]) -> Tensor:
-    signed = [word - (word >> 31 << 32) for word in words]
-    return torch.tensor(signed, dtype=torch.int32, device="cpu")
+    r1 = register(codes, 4)
+    first_z, second_z = register(codes >> 8, 6), register(codes >> 8, 12)
+    tables = (
+        register(codes, 0) | register(codes >> 8, 10),
+        r1 | first_z & _Z_FIRST,
+        second_z & _Z_FIRST,
+        (first_z & _Z_SECOND) >> _Z_SHIFT,
+        r1 | (second_z & _Z_SECOND) >> _Z_SHIFT,
+    )
+    return [(table - (table >> 31 << 32)).int() for table in tables]

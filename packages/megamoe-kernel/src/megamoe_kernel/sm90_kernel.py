@@ -74,8 +74,8 @@ class Tiling:
 #: A launch's registers are shared by its threads when it starts, so what producers give up must be
 #: what consumers take: (168 or 96) times the threads in all.
 TILINGS = (
-    Tiling(1.5, 8, 1, 4, 1),
-    Tiling(9, 16, 4, 1, 1),
+    Tiling(1.5, 8, 1, 4, 1, 64, 104),
+    Tiling(9, 16, 4, 1, 1, 64, 104),
     Tiling(20, 32, 4, 1, 1, 64, 104),
     Tiling(46, 64, 4, 1, 1, 64, 104),
     Tiling(float("inf"), 128, 2, 1, 2, 56, 224),

@@ -9,6 +9,7 @@
 #include "megamoe/impl/shared_memory.hpp"
 #include "megamoe/stages/combine.hpp"
 #include "megamoe/stages/fetch.hpp"
+#include "megamoe/stages/place_order.hpp"
 #include "megamoe/stages/sm90_mainloop.cuh"
 
 namespace megamoe {
@@ -51,7 +52,7 @@ __device__ __forceinline__ bool sm90_task(M& m, const Group& computers, const Sh
   const bool is_shared = block.expert == shape.num_local_experts;
   const int expert = is_shared ? 0 : block.expert;
   Sm90Sums<Tiling, Shape::block_rows> sums;
-  sums.warpgroup = thread / kWarpgroup;
+  sums.warpgroup = static_cast<int>(m.shuffle(thread / kWarpgroup, 0));  // the compiler sees: uniform
   sums.thread = thread % kWarpgroup;
   bool ok = sums.accumulate(m, stages, at, steps);
   ok = sums.reduce(m, computers, partials, ok);
@@ -101,7 +102,7 @@ __device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
   constexpr int kConsumers = Tiling::warpgroups * kWarpgroup;
   Device m(arguments.buffers, arguments.rank_idx, arguments.wait_limit);
   const Fields mine{arguments.buffers, m.rank_idx()};
-  const Stages<Tiling, Shape> stages{shared};
+  const Stages<Tiling, Shape> stages(shared);
   uint32_t* words = reinterpret_cast<uint32_t*>(shared + Shared::kWordsAt);
   const Group fetchers{1, 2 * kWarpSize, 2 * kWarpSize};
   const Group computers{2, kWarpgroup, kConsumers};
@@ -138,7 +139,7 @@ __device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
       const void* const maps[2] = {arguments.token_map, arguments.hidden_map};
       copy_tokens(m, shape, mine, pool, stages, maps);
     } else {
-      fetch<Bf16>(m, fetchers, shape, arguments.buffers, pool);
+      fetch<Bf16, InPlaceOrder>(m, fetchers, shape, arguments.buffers, pool);
     }
   } else {
     if constexpr (Tiling::consumer_registers > 0) {

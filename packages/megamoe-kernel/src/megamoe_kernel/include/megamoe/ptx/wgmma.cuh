@@ -29,6 +29,13 @@ __device__ __forceinline__ uint64_t descriptor_k_major(uint32_t address) {
   return kSwizzle128 | kStride | kUnused | ((address & 0x3FFFFu) >> 4);
 }
 
+// The same, `bytes` further on in shared memory. An address fills 14 bits of the descriptor, so that
+// nothing is carried from them.
+__device__ __forceinline__ uint64_t descriptor_plus(uint64_t descriptor, int bytes) {
+  const uint32_t low = static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes / 16);
+  return (descriptor & 0xFFFFFFFF00000000ull) | low;
+}
+
 // wgmma<N>(d, a, b)
 #define MEGAMOE_D4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define MEGAMOE_D16(i) MEGAMOE_D4(i), MEGAMOE_D4((i) + 4), MEGAMOE_D4((i) + 8), MEGAMOE_D4((i) + 12)

@@ -17,27 +17,33 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   return product;
 }
 
-// Four UE4M3 scales, times 2^119, each in both halves of a word. A byte's exponent and mantissa,
-// four bits up, are those of the BF16 number s * 2^-120.
-__device__ __forceinline__ void decode_scales(uint32_t scales, uint32_t (&twice)[4]) {
-  constexpr uint32_t kByte = 0x0FF00FF0u, kTwoTo120 = 0x7B807B80u, kTwoTo119 = 0x7B007B00u;
-  const uint32_t even = multiply_bf16x2(multiply_bf16x2(scales << 4 & kByte, kTwoTo120), kTwoTo119);
-  const uint32_t odd = multiply_bf16x2(multiply_bf16x2(scales >> 4 & kByte, kTwoTo120), kTwoTo119);
-  twice[0] = __byte_perm(even, 0, 0x1010);
-  twice[1] = __byte_perm(odd, 0, 0x1010);
-  twice[2] = __byte_perm(even, 0, 0x3232);
-  twice[3] = __byte_perm(odd, 0, 0x3232);
+// The UE4M3 scales of a thread's two rows, two bytes, times 2^119, each in both halves of a word. A
+// byte's exponent and mantissa, four bits up, are those of the BF16 number s * 2^-120.
+__device__ __forceinline__ void decode_scales(uint16_t scales, uint32_t (&rows)[2]) {
+  constexpr uint32_t kTwoTo120 = 0x7B807B80u, kTwoTo119 = 0x7B007B00u;
+  const uint32_t apart = __byte_perm(scales, 0, 0x4140) << 4;
+  const uint32_t both = multiply_bf16x2(multiply_bf16x2(apart, kTwoTo120), kTwoTo119);
+  rows[0] = __byte_perm(both, 0, 0x1010);
+  rows[1] = __byte_perm(both, 0, 0x3232);
 }
 
-// A thread's eight codes of one step of K to its four registers; low and high are the scales of its
-// two rows, as decode_scales gives them.
-__device__ __forceinline__ void decode_step(uint32_t codes, uint32_t low, uint32_t high,
-                                            uint32_t (&fragment)[4]) {
-  constexpr uint32_t kMagnitude = 0x01C001C0u, kSign = 0x80008000u, kBoth = kMagnitude | kSign;
-  fragment[0] = multiply_bf16x2((codes << 6 & kMagnitude) | (codes << 2 & kSign), low);
-  fragment[1] = multiply_bf16x2(codes << 3 & kBoth, high);
-  fragment[2] = multiply_bf16x2(codes & kBoth, low);
-  fragment[3] = multiply_bf16x2((codes >> 3 & kMagnitude) | (codes << 1 & kSign), high);
+// A thread's codes of two steps of K, two words, to the four registers of each. scales: of its two
+// rows, as decode_scales gives them.
+__device__ __forceinline__ void decode_steps(uint32_t first, uint32_t second,
+                                             const uint32_t (&scales)[2],
+                                             uint32_t (&fragment)[2][4]) {
+  constexpr uint32_t kCodes = 0x81C081C0u, kFirst = 0x06030603u;
+  const uint32_t words[2] = {first, second};
+  const uint32_t z = (first & kFirst) | (second << 2 & ~kFirst);
+  const uint32_t last[2] = {z << 6, __funnelshift_l(z, z, 12)};
+  MEGAMOE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t w = words[i];
+    fragment[i][0] = multiply_bf16x2(w & kCodes, scales[0]);
+    fragment[i][1] = multiply_bf16x2(w << 4 & kCodes, scales[1]);
+    fragment[i][2] = multiply_bf16x2(__funnelshift_l(w, w, 10) & kCodes, scales[0]);
+    fragment[i][3] = multiply_bf16x2(last[i] & kCodes, scales[1]);
+  }
 }
 
 }  // namespace megamoe

@@ -29,31 +29,36 @@ MEGAMOE_FN Source source_of_row(M& m, const Shape& shape, const RankBuffers& buf
           m.load(&theirs.routes()[pool.routed_begin(rank, expert) + left])};
 }
 
-// One warp copies `bytes`, a multiple of 16, from a peer. A lane has several loads on their way
-// before it stores: a load over NVLink takes more than a microsecond.
-template <Machine M>
-MEGAMOE_FN void copy_bytes(M& m, uint8_t* to, const uint8_t* from, int bytes) {
+// One warp brings `chunks` pieces of 16 bytes from a peer; put(i, piece) stores one. A lane has
+// several loads on their way before it stores: a load over NVLink takes more than a microsecond.
+template <Machine M, class Put>
+MEGAMOE_FN void bring_chunks(M& m, const Chunk* from, int chunks, Put put) {
   constexpr int kInFlight = 8;
-  const Chunk* source = reinterpret_cast<const Chunk*>(from);
-  Chunk* target = reinterpret_cast<Chunk*>(to);
-  const int chunks = bytes / kChunkBytes;
   for (int first = lane_idx(m); first < chunks; first += kInFlight * kWarpSize) {
     Chunk held[kInFlight];
     MEGAMOE_UNROLL
     for (int i = 0; i < kInFlight; ++i) {
       const int at = first + i * kWarpSize;
-      if (at < chunks) held[i] = m.load(&source[at]);
+      if (at < chunks) held[i] = m.load(&from[at]);
     }
     MEGAMOE_UNROLL
     for (int i = 0; i < kInFlight; ++i) {
       const int at = first + i * kWarpSize;
-      if (at < chunks) m.store(&target[at], held[i]);
+      if (at < chunks) put(at, held[i]);
     }
   }
 }
 
+// Where a token's values lie in the ring: as they are.
+struct InOrder {
+  template <Machine M>
+  MEGAMOE_FN static void store(M& m, uint8_t* row, int idx, const Chunk& chunk) {
+    m.store(reinterpret_cast<Chunk*>(row) + idx, chunk);
+  }
+};
+
 // One warp: a token into row `row` of a ring slot.
-template <class Format, Machine M, class Shape>
+template <class Format, class Order, Machine M, class Shape>
 MEGAMOE_FN void fetch_token(M& m, const Shape& shape, const RankBuffers& buffers, int slot,
                             int row, Source source) {
   const Fields mine{buffers, m.rank_idx()}, theirs{buffers, static_cast<int>(source.rank)};
@@ -62,8 +67,10 @@ MEGAMOE_FN void fetch_token(M& m, const Shape& shape, const RankBuffers& buffers
                              : source.slot / static_cast<uint32_t>(shape.num_topk);
   const int ring_row = slot * shape.block_rows + row;
   const int bytes = Format::bytes(shape.hidden);
-  copy_bytes(m, mine.ring_x() + int64_t{ring_row} * bytes, theirs.x() + int64_t{token} * bytes,
-             bytes);
+  uint8_t* to = mine.ring_x() + int64_t{ring_row} * bytes;
+  bring_chunks(m, reinterpret_cast<const Chunk*>(theirs.x() + int64_t{token} * bytes),
+               bytes / kChunkBytes,
+               [&](int idx, const Chunk& chunk) { Order::store(m, to, idx, chunk); });
   if constexpr (Format::kHasScales) {
     const int words = shape.hidden / kValuesPerScaleWord;
     uint32_t* scales = mine.ring_x_sf() + int64_t{slot} * scale_words(shape, shape.hidden);
@@ -76,7 +83,7 @@ MEGAMOE_FN void fetch_token(M& m, const Shape& shape, const RankBuffers& buffers
 }
 
 // All warps of the group, in every CTA. False if a wait was given up.
-template <class Format, Machine M, class Shape>
+template <class Format, class Order = InOrder, Machine M, class Shape>
 MEGAMOE_FN bool fetch(M& m, const Group& group, const Shape& shape, const RankBuffers& buffers,
                       const Pool<Shape>& pool) {
   const Fields mine{buffers, m.rank_idx()};
@@ -96,7 +103,7 @@ MEGAMOE_FN bool fetch(M& m, const Group& group, const Shape& shape, const RankBu
     }
     const Source source =
         source_of_row(m, shape, buffers, pool, block.expert, block.first_row + row);
-    fetch_token<Format>(m, shape, buffers, gates.slot(block_idx).idx, row, source);
+    fetch_token<Format, Order>(m, shape, buffers, gates.slot(block_idx).idx, row, source);
     m.sync_warp();
     if (lane_idx(m) == 0) gates.token_arrived(m, block_idx, row + 1 == block.rows, block.rows);
   }

@@ -17,7 +17,7 @@ namespace megamoe {
 
 inline constexpr int kWarpgroup = 128;
 inline constexpr int kTileRows = 64, kTileColumns = 128;  // of layout_sm90.py
-inline constexpr int kTileBytes = 4608, kTileCodeBytes = 4096;
+inline constexpr int kTileBytes = 4608, kTileCodeBytes = 4096, kTileScaleBytes = 512;
 inline constexpr int kBoxColumns = 64;  // BF16: the 128 bytes of the swizzle
 inline constexpr int kMaxBoxRows = 16;
 
@@ -56,9 +56,13 @@ struct Stages {
   static constexpr int kBytes = kBarriersAt + Tiling::stages * 16;
 
   uint8_t* base;
+  uint32_t base_address;
+
+  explicit __device__ __forceinline__ Stages(uint8_t* shared)
+      : base(shared), base_address(ptx::shared_address(shared)) {}
 
   __device__ __forceinline__ uint32_t address(int at) const {
-    return ptx::shared_address(base) + static_cast<uint32_t>(at);
+    return base_address + static_cast<uint32_t>(at);
   }
   __device__ __forceinline__ uint32_t tokens(int stage) const {
     return address(kTokensAt + stage * kTokenBytes);
@@ -87,6 +91,12 @@ struct StageCursor {
   int stage = 0;
   uint32_t round = 0;
 
+  template <int kCount>
+  __device__ __forceinline__ void advance() {
+    static_assert(kCount <= kStages);
+    stage += kCount;
+    if (stage >= kStages) stage -= kStages, ++round;
+  }
   __device__ __forceinline__ void advance(int count) {
     stage += count;
     while (stage >= kStages) stage -= kStages, ++round;
@@ -129,7 +139,7 @@ __device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Poo
     const int steps = task_steps(shape, task.layer);
     const uint8_t* from = weights(task.layer, pool.block(task.block).expert) +
                           int64_t{task.part} * Tiling::task_tiles * steps * kTileBytes;
-    for (int step = 0; step < steps; ++step, at.advance(1)) {
+    for (int step = 0; step < steps; ++step, at.template advance<1>()) {
       if (!wait_phase(m, stages.free(at.stage), at.round + 1)) return;
       if (lane_idx(m) == 0) {
         ptx::barrier_arrive_expect(stages.full(at.stage), Tiling::weight_bytes);
@@ -168,7 +178,7 @@ __device__ __forceinline__ void copy_tokens(M& m, const Shape& shape, const Fiel
     const int row = gates.slot(task.block).idx * shape.block_rows;
     // What lies in the other rows is multiplied too, and stored nowhere.
     const int boxes = ceil_div(pool.block(task.block).rows, kBoxRows);
-    for (int step = 0; step < steps; ++step, at.advance(1)) {
+    for (int step = 0; step < steps; ++step, at.template advance<1>()) {
       if (!wait_phase(m, stages.free(at.stage), at.round + 1)) return;
       if (lane_idx(m) == 0) {
         ptx::barrier_arrive_expect(stages.full(at.stage), 2 * boxes * kBoxBytes);
@@ -199,43 +209,43 @@ struct Sm90Sums {
   template <Machine M, class Shape>
   __device__ __forceinline__ bool accumulate(M& m, const Stages<Tiling, Shape>& stages,
                                              StageCursor<Tiling::stages> at, int steps) {
-    constexpr int kBatch = 4;  // steps of wgmma in flight together: half a stage of one tile
-    constexpr int kRowBytes = kBoxColumns * 2;
+    constexpr int kHalfTokens = Shape::block_rows * kBoxColumns * 2;  // bytes of half a stage
     MEGAMOE_UNROLL
     for (int tile = 0; tile < Tiling::tiles; ++tile) {
       MEGAMOE_UNROLL
       for (int i = 0; i < kValues; ++i) d[tile][i] = 0.0f;
     }
     bool ok = true;
-    int last = -1;  // a stage that is read until the next batch's wait
+    const bool leads = thread % kWarpSize == 0;
+    uint32_t held = 0;  // the barrier of a stage that is read until the next batch's wait
     at.advance(phase());
-    for (int step = phase(); step < steps; step += Tiling::split, at.advance(Tiling::split)) {
-      ok = wait_phase(m, stages.full(at.stage), at.round) && ok;
+    for (int step = phase(); step < steps; step += Tiling::split, at.template advance<Tiling::split>()) {
+      if (!wait_phase(m, stages.full(at.stage), at.round)) ok = false;
+      const uint64_t tokens = ptx::descriptor_k_major(stages.tokens(at.stage));
       // Two batches in a row, each with registers of its own for A: what ptxas follows. More of
       // them in one body, and it would wait after each wgmma.
       _Pragma("unroll 1")
       for (int pair = 0; pair < Tiling::tiles; ++pair) {
-        uint32_t fragment[2][kBatch][4];
+        uint32_t fragment[2][4][4];
         MEGAMOE_UNROLL
         for (int b = 0; b < 2; ++b) {
           const int tile = Tiling::tiles == 1 ? 0 : b, half = Tiling::tiles == 1 ? b : pair;
-          decode(tile_at(stages, at.stage, tile), half, fragment[b]);
-          const uint32_t tokens =
-              stages.tokens(at.stage) + static_cast<uint32_t>(half * Shape::block_rows * kRowBytes);
+          decode(stages.weights(at.stage, group() * Tiling::tiles + tile), half, fragment[b]);
           ptx::wgmma_fence();
           MEGAMOE_UNROLL
-          for (int i = 0; i < kBatch; ++i) {
-            ptx::wgmma(d[tile], fragment[b][i], ptx::descriptor_k_major(tokens + i * 32));
+          for (int i = 0; i < 4; ++i) {
+            ptx::wgmma(d[tile], fragment[b][i],
+                       ptx::descriptor_plus(tokens, half * kHalfTokens + i * 32));
           }
           ptx::wgmma_commit();
           ptx::wgmma_wait<1>();
-          if (b == 0 && pair == 0 && last >= 0) release(stages, last);
+          if (b == 0 && pair == 0 && leads && held != 0) ptx::barrier_arrive(held);
         }
       }
-      last = at.stage;
+      held = stages.free(at.stage);
     }
     ptx::wgmma_wait<0>();
-    if (last >= 0) release(stages, last);
+    if (leads && held != 0) ptx::barrier_arrive(held);
     return ok;
   }
 
@@ -284,25 +294,17 @@ struct Sm90Sums {
   // Half of a tile of weights: four steps.
   __device__ __forceinline__ void decode(const uint8_t* tile, int half, uint32_t (&fragment)[4][4]) {
     const Chunk codes = reinterpret_cast<const Chunk*>(tile + half * (kTileCodeBytes / 2))[thread];
-    const uint32_t* scales =
-        reinterpret_cast<const uint32_t*>(tile + kTileCodeBytes + thread / 4 * 16) + half;
-    uint32_t low[4], high[4];  // of the thread's two rows
-    decode_scales(scales[0], low);
-    decode_scales(scales[2], high);
+    uint32_t scales[2];
+    decode_scales(reinterpret_cast<const uint16_t*>(tile + kTileCodeBytes +
+                                                    half * (kTileScaleBytes / 2))[thread],
+                  scales);
     MEGAMOE_UNROLL
-    for (int i = 0; i < 4; ++i) decode_step(codes.word[i], low[i], high[i], fragment[i]);
+    for (int i = 0; i < 4; i += 2) {
+      decode_steps(codes.word[i], codes.word[i + 1], scales,
+                   reinterpret_cast<uint32_t(&)[2][4]>(fragment[i]));
+    }
   }
 
-  template <class Shape>
-  __device__ __forceinline__ const uint8_t* tile_at(const Stages<Tiling, Shape>& stages, int stage,
-                                                    int tile) const {
-    return stages.weights(stage, group() * Tiling::tiles + tile);
-  }
-  template <class Shape>
-  __device__ __forceinline__ void release(const Stages<Tiling, Shape>& stages, int stage) const {
-    __syncwarp();
-    if (thread % kWarpSize == 0) ptx::barrier_arrive(stages.free(stage));
-  }
   template <class F>
   __device__ __forceinline__ void each(float* parts, F f) {
     MEGAMOE_UNROLL
