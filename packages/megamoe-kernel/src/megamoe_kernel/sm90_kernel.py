@@ -40,8 +40,7 @@ _MOST_STAGES = 24
 class Tiling:
     """Sm90Tiling of stages/sm90_mainloop.cuh, and a block's tokens.
 
-    most: of tokens that an expert gets on average, where it is used. The rest as in the header;
-    0 registers: as compiled.
+    most: of tokens that an expert gets on average, where it is used. The rest as in the header.
     """
 
     most: float
@@ -49,8 +48,9 @@ class Tiling:
     groups: int
     split: int
     tiles: int
-    producer_registers: int = 0
-    consumer_registers: int = 0
+    producer_registers: int
+    consumer_registers: int
+    narrow: int = 0
 
     @property
     def weight_rows(self) -> int:
@@ -62,9 +62,9 @@ class Tiling:
 
     def stages(self, num_experts: int, experts: int) -> int:
         """As many as fit beside the epilogues' tile, the partial sums and the words."""
-        tile = self.block_rows * 2 * self.weight_rows
+        tile = self.block_rows * (2 * self.weight_rows + 16)
         partials = (self.split - 1) * self.weight_rows * self.block_rows * 4
-        words = 4 * (5 * num_experts + 2 * experts + 8)  # of the pool and of routing
+        words = 4 * (5 * num_experts + 2 * experts + 8) + 16  # of the pool, routing, the tile
         alignment = 128
         stage = self.block_rows * 2 * TILE_COLUMNS + self.weight_rows // TILE_ROWS * TILE_BYTES
         left = _SHARED_BYTES - tile - partials - words - alignment
@@ -74,11 +74,13 @@ class Tiling:
 #: A launch's registers are shared by its threads when it starts, so what producers give up must be
 #: what consumers take: (168 or 96) times the threads in all.
 TILINGS = (
-    Tiling(1.5, 8, 1, 4, 1, 64, 104),
+    Tiling(0.5, 8, 1, 4, 1, 64, 104),
+    Tiling(1.5, 8, 4, 1, 1, 64, 104),
     Tiling(9, 16, 4, 1, 1, 64, 104),
-    Tiling(20, 32, 4, 1, 1, 64, 104),
-    Tiling(46, 64, 4, 1, 1, 64, 104),
-    Tiling(float("inf"), 128, 2, 1, 2, 56, 224),
+    Tiling(22, 32, 4, 1, 1, 64, 104),
+    Tiling(44, 48, 4, 1, 1, 64, 104, 32),
+    Tiling(200, 128, 2, 1, 2, 56, 224, 80),
+    Tiling(float("inf"), 128, 2, 1, 2, 56, 224, 112),
 )
 
 
@@ -113,6 +115,7 @@ def sm90_source(
         tiling.groups,
         tiling.split,
         tiling.tiles,
+        tiling.narrow or tiling.block_rows,
         tiling.stages(shape.num_experts, experts),
         tiling.producer_registers,
         tiling.consumer_registers,

@@ -1,7 +1,8 @@
 // The whole layer on Hopper, W4A16: one persistent launch, one CTA on each multiprocessor.
 //
-// Warpgroup 0 brings things: warp 0 weights, warp 1 tokens to shared memory; warps 2 and 3 route,
-// then fetch tokens into the ring. The others compute, then combine. Rounding points, gates and
+// Warpgroup 0 brings and takes away: warp 0 weights, warp 1 tokens to shared memory, warp 2 tokens
+// into the ring, warp 3 results from the epilogues' tile. The others compute, then combine. At the
+// start all warps but the two copiers bring the first blocks' tokens. Rounding points, gates and
 // barriers are those of the neutral stages.
 #pragma once
 
@@ -29,7 +30,7 @@ struct Sm90Arguments {
 
 inline constexpr int kMostShared = 226 * 1024;  // of the 227 KiB that a CTA can have on Hopper
 
-// Shared memory: the stages, a tile for the epilogues, sums to be added, words.
+// Shared memory: the stages, a tile for the epilogues, sums to be added, words, the tile's barriers.
 template <class Tiling, class Shape>
 struct Sm90Shared {
   static constexpr int kPartials =
@@ -37,58 +38,101 @@ struct Sm90Shared {
   static constexpr int kTileAt = (Stages<Tiling, Shape>::kBytes + 127) / 128 * 128;
   static constexpr int kPartialsAt = kTileAt + shared_tile_bytes<Bf16>(Shape{});
   static constexpr int kWordsAt = kPartialsAt + kPartials;
-  static constexpr int kBytes = kWordsAt + 4 * shared_words(Shape{});
+  static constexpr int kHandoffAt = kWordsAt + 4 * shared_words(Shape{});
+  static constexpr int kBytes = kHandoffAt + 16;
 };
 
-// One task; all consumers.
+// What all roles of a CTA know.
+template <class Tiling, class Shape>
+struct Sm90Cta {
+  const Shape& shape;
+  const Sm90Arguments& arguments;
+  const Fields& mine;
+  const Pool<Shape>& pool;
+  const Stages<Tiling, Shape>& stages;
+  const TileHandoff& handoff;
+  uint8_t* tile;
+  float* partials;
+};
+
+// Consumers: sums of one task to the tile; count: its number among this CTA's. False if a wait was
+// given up.
 template <class Tiling, Machine M, class Shape>
-__device__ __forceinline__ bool sm90_task(M& m, const Group& computers, const Shape& shape,
-                                          const Sm90Arguments& arguments, const Block& block,
-                                          const Task& task, const Stages<Tiling, Shape>& stages,
+__device__ __forceinline__ bool sm90_task(M& m, const Group& computers,
+                                          const Sm90Cta<Tiling, Shape>& cta, const Task& task,
                                           const StageCursor<Tiling::stages>& at, int steps,
-                                          uint8_t* tile, float* partials) {
-  const int thread = computers.thread(m);
-  const Fields mine{arguments.buffers, m.rank_idx()};
-  const bool is_shared = block.expert == shape.num_local_experts;
-  const int expert = is_shared ? 0 : block.expert;
+                                          uint32_t count) {
+  const Sm90Arguments& arguments = cta.arguments;
+  const Block block = cta.pool.block(task.block);
+  const bool is_shared = block.expert == cta.shape.num_local_experts;
+  const int expert = is_shared ? 0 : block.expert, thread = computers.thread(m);
   Sm90Sums<Tiling, Shape::block_rows> sums;
   sums.warpgroup = static_cast<int>(m.shuffle(thread / kWarpgroup, 0));  // the compiler sees: uniform
   sums.thread = thread % kWarpgroup;
-  bool ok = sums.accumulate(m, stages, at, steps);
-  ok = sums.reduce(m, computers, partials, ok);
-  if (!ok) return false;
+  sums.rows = block.rows;
+  bool ok;
+  if (Tiling::narrow < Shape::block_rows && block.rows <= Tiling::narrow) {
+    ok = sums.template accumulate<Tiling::narrow>(m, cta.stages, at, steps);
+  } else {
+    ok = sums.template accumulate<Shape::block_rows>(m, cta.stages, at, steps);
+  }
+  if (!cta.handoff.wait_free(m, count)) ok = false;
+  if (!sums.reduce(m, computers, cta.partials, ok)) return false;
   if (task.layer == Layer::kL1) {
     const float* alpha = (is_shared ? arguments.shared_w13 : arguments.w13).alpha + 2 * expert;
-    l1_epilogue<Bf16>(m, computers, shape, mine, task, block,
-                      {mul_rn(alpha[0], kDecodedScale), mul_rn(alpha[1], kDecodedScale), 0.0f,
-                       arguments.limit},
-                      sums, tile);
+    l1_to_tile<Bf16>(m, cta.shape, cta.mine, task, block,
+                     {mul_rn(alpha[0], kDecodedScale), mul_rn(alpha[1], kDecodedScale), 0.0f,
+                      arguments.limit},
+                     sums, cta.tile);
   } else {
     const float* alpha = (is_shared ? arguments.shared_w2 : arguments.w2).alpha + expert;
-    l2_epilogue<Bf16>(m, computers, shape, arguments.buffers, task, block,
-                      mul_rn(alpha[0], kDecodedScale), arguments.output, sums, tile);
+    l2_to_tile(cta.shape, mul_rn(alpha[0], kDecodedScale), sums, cta.tile);
   }
+  m.sync_warp();
+  if (sums.phase() == 0 && lane_idx(m) == 0) ptx::barrier_arrive(cta.handoff.full);
   return true;
 }
 
+// Consumers: all tasks. Afterwards all their results are stored.
 template <class Tiling, Machine M, class Shape>
-__device__ __forceinline__ bool sm90_compute(M& m, const Group& computers, const Shape& shape,
-                                             const Sm90Arguments& arguments,
-                                             const Pool<Shape>& pool,
-                                             const Stages<Tiling, Shape>& stages, uint8_t* tile,
-                                             float* partials) {
-  TaskCursor<Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
+__device__ __forceinline__ bool sm90_compute(M& m, const Group& computers,
+                                             const Sm90Cta<Tiling, Shape>& cta) {
+  TaskCursor<Shape> tasks(cta.shape, cta.pool.num_blocks(), m.cta_idx(), m.num_ctas());
   StageCursor<Tiling::stages> at;
-  for (Task task; tasks.next(task);) {
-    const Block block = pool.block(task.block);
-    const int steps = task_steps(shape, task.layer);
-    if (!sm90_task<Tiling>(m, computers, shape, arguments, block, task, stages, at, steps, tile,
-                           partials)) {
-      return false;
-    }
+  uint32_t count = 0;
+  for (Task task; tasks.next(task); ++count) {
+    const int steps = task_steps(cta.shape, task.layer);
+    if (!sm90_task(m, computers, cta, task, at, steps, count)) return false;
     at.advance(steps);
   }
-  return true;
+  return cta.handoff.wait_free(m, count);
+}
+
+// One warp: what consumers leave in the tile goes to the ring or home.
+template <class Tiling, Machine M, class Shape>
+__device__ __forceinline__ void sm90_store(M& m, const Group& storers,
+                                           const Sm90Cta<Tiling, Shape>& cta) {
+  TaskCursor<Shape> tasks(cta.shape, cta.pool.num_blocks(), m.cta_idx(), m.num_ctas());
+  uint32_t count = 0;
+  for (Task task; tasks.next(task); ++count) {
+    if (!cta.handoff.wait_full(m, count)) return;
+    const Block block = cta.pool.block(task.block);
+    if (task.layer == Layer::kL1) {
+      l1_store_tile<Bf16>(m, storers, cta.shape, cta.mine, task, block, cta.tile);
+    } else {
+      l2_store_tile<Bf16>(m, storers, cta.shape, cta.arguments.buffers, task, block,
+                          cta.arguments.output, cta.tile);
+    }
+    if (lane_idx(m) == 0) ptx::barrier_arrive(cta.handoff.free);
+  }
+}
+
+// Blocks whose tokens all warps bring at the start: a row or two for each, and no wait for the ring.
+template <class Shape>
+__device__ __forceinline__ int first_blocks(const Shape& shape, int num_blocks, int num_warps) {
+  int most = ceil_div(2 * num_warps, shape.block_rows);
+  if (most > ring_blocks<Bf16>(shape)) most = ring_blocks<Bf16>(shape);
+  return num_blocks < most ? num_blocks : most;
 }
 
 template <class Tiling, class Shape>
@@ -104,20 +148,35 @@ __device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
   const Fields mine{arguments.buffers, m.rank_idx()};
   const Stages<Tiling, Shape> stages(shared);
   uint32_t* words = reinterpret_cast<uint32_t*>(shared + Shared::kWordsAt);
-  const Group fetchers{1, 2 * kWarpSize, 2 * kWarpSize};
+  const Group dispatchers{1, 2 * kWarpSize, 2 * kWarpSize};
   const Group computers{2, kWarpgroup, kConsumers};
   const Group everyone{3, 0, kWarpgroup + kConsumers};
+  const Group fetcher{4, 2 * kWarpSize, kWarpSize}, storer{5, 3 * kWarpSize, kWarpSize};
+  const Group first_fetchers{6, 2 * kWarpSize, 2 * kWarpSize + kConsumers};
   const uint32_t launch = launch_number(m, mine);
+  const uint32_t handoff_at = ptx::shared_address(shared + Shared::kHandoffAt);
+  const TileHandoff handoff{handoff_at, handoff_at + 8};
 
-  if (threadIdx.x == 0) stages.init();
+  if (threadIdx.x == 0) {
+    stages.init();
+    handoff.init(Tiling::groups * kWarpgroup / kWarpSize);
+  }
   bool ok = !m.given_up();
-  if (ok && fetchers.has(m)) {
-    ok = route(m, fetchers, shape, arguments.buffers, launch, arguments.num_tokens,
+  if (ok && dispatchers.has(m)) {
+    ok = route(m, dispatchers, shape, arguments.buffers, launch, arguments.num_tokens,
                words + Pool<Shape>::num_words(shape));
   }
   if (!everyone.sync(m, ok)) return;
   Pool<Shape> pool(shape, words);
   pool.build(m, everyone, mine, arguments.num_tokens);
+  const Sm90Cta<Tiling, Shape> cta{
+      shape, arguments, mine, pool, stages, handoff, shared + Shared::kTileAt,
+      reinterpret_cast<float*>(shared + Shared::kPartialsAt)};
+  const int blocks = pool.num_blocks();
+  const int first = first_blocks(shape, blocks, m.num_ctas() * first_fetchers.num_warps());
+  const auto fetch_blocks = [&](const Group& group, int begin, int end) {
+    return fetch<Bf16, InPlaceOrder>(m, group, shape, arguments.buffers, pool, begin, end);
+  };
 
   if (threadIdx.x < kWarpgroup) {
     if constexpr (Tiling::producer_registers > 0) {
@@ -138,15 +197,19 @@ __device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
     } else if (warp == 1) {
       const void* const maps[2] = {arguments.token_map, arguments.hidden_map};
       copy_tokens(m, shape, mine, pool, stages, maps);
-    } else {
-      fetch<Bf16, InPlaceOrder>(m, fetchers, shape, arguments.buffers, pool);
+    } else if (fetch_blocks(first_fetchers, 0, first)) {
+      if (warp == 2) {
+        fetch_blocks(fetcher, first, blocks);
+      } else {
+        sm90_store(m, storer, cta);
+      }
     }
   } else {
+    fetch_blocks(first_fetchers, 0, first);  // waits for nothing
     if constexpr (Tiling::consumer_registers > 0) {
       ptx::registers_up<Tiling::consumer_registers>();
     }
-    ok = sm90_compute(m, computers, shape, arguments, pool, stages, shared + Shared::kTileAt,
-                      reinterpret_cast<float*>(shared + Shared::kPartialsAt));
+    ok = sm90_compute(m, computers, cta);
     if (!computers.sync(m, ok)) return;
     if (!rank_barrier(m, computers, arguments.buffers, shape.num_ranks, kCombineSignal, launch)) {
       return;

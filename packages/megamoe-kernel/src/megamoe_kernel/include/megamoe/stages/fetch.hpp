@@ -1,7 +1,7 @@
 // Dispatch, second half: bring the tokens of this rank's experts into the ring.
 //
 // Warps of all CTAs take rows in the order of the blocks, so that the first tasks of L1 can begin
-// while later blocks are on their way. A token is pulled from its own rank's memory; nothing is
+// while later blocks are on their way. Blocks that fit into the ring wait for nothing. A token is pulled from its own rank's memory; nothing is
 // rounded.
 #pragma once
 
@@ -82,17 +82,18 @@ MEGAMOE_FN void fetch_token(M& m, const Shape& shape, const RankBuffers& buffers
   if (lane_idx(m) == 0) m.store(&mine.ring_source()[ring_row], source);
 }
 
-// All warps of the group, in every CTA. False if a wait was given up.
+// All warps of the group, in every CTA: the tokens of the blocks from first_block up to, not
+// including, last_block. False if a wait was given up.
 template <class Format, class Order = InOrder, Machine M, class Shape>
 MEGAMOE_FN bool fetch(M& m, const Group& group, const Shape& shape, const RankBuffers& buffers,
-                      const Pool<Shape>& pool) {
+                      const Pool<Shape>& pool, int first_block, int last_block) {
   const Fields mine{buffers, m.rank_idx()};
   const Gates<Format, Shape> gates(shape, mine);
   const int warp = m.cta_idx() * group.num_warps() + group.thread(m) / kWarpSize;
   const int num_warps = m.num_ctas() * group.num_warps();
-  const int num_rows = pool.num_blocks() * shape.block_rows;
+  const int num_rows = last_block * shape.block_rows;
   int free_block = -1;  // the last one whose slot is known to be free
-  for (int i = warp; i < num_rows; i += num_warps) {
+  for (int i = first_block * shape.block_rows + warp; i < num_rows; i += num_warps) {
     const int block_idx = i / shape.block_rows, row = i % shape.block_rows;
     const Block block = pool.block(block_idx);
     if (row >= block.rows) continue;

@@ -27,36 +27,49 @@ struct L1Factors {
   float limit;        // infinity: no clamp
 };
 
+// Rows of a tile in shared memory are 16 bytes longer than what they hold, so that the lanes that
+// write one column of several rows meet different banks.
+inline constexpr int kTileRowPadding = kChunkBytes;
+
 // Shared memory for a tile, in bytes: values, then in NVFP4 the block scales.
 template <class Format, class Shape>
 MEGAMOE_FN constexpr int l1_tile_bytes(const Shape& shape) {
   const int outputs = l1_outputs(shape);
-  return shape.block_rows *
-         (Format::bytes(outputs) + (Format::kHasScales ? outputs / kBlockSize : 0));
+  return shape.block_rows * (Format::bytes(outputs) + kTileRowPadding +
+                             (Format::kHasScales ? outputs / kBlockSize : 0));
 }
 
-// Rows of a tile in shared memory to 16-byte pieces of rows elsewhere; all threads of the group.
-// target(row): where that row of the tile goes.
+// Rows of a tile in shared memory to rows elsewhere, in pieces of 16 bytes; all warps of the group.
+// target(row): where that row of the tile goes. A warp asks for 32 rows at once.
 template <Machine M, class Target>
 MEGAMOE_FN void store_tile(M& m, const Group& group, const uint8_t* tile, int rows, int row_bytes,
                            Target target) {
-  const int chunks = row_bytes / kChunkBytes;
-  for (int i = group.thread(m); i < rows * chunks; i += group.num_threads) {
-    const int row = i / chunks, chunk = i % chunks;
-    m.store(reinterpret_cast<Chunk*>(target(row)) + chunk,
-            reinterpret_cast<const Chunk*>(tile)[i]);
+  const int chunks = row_bytes / kChunkBytes, warp = group.thread(m) / kWarpSize;
+  for (int first = 0; first < rows; first += kWarpSize) {
+    const int own = first + lane_idx(m);
+    const uint64_t address = own < rows ? reinterpret_cast<uint64_t>(target(own)) : 0;
+    for (int i = warp; i < kWarpSize && first + i < rows; i += group.num_warps()) {
+      const uint64_t low = m.shuffle(static_cast<uint32_t>(address), i);
+      const uint64_t high = m.shuffle(static_cast<uint32_t>(address >> 32), i);
+      Chunk* to = reinterpret_cast<Chunk*>(high << 32 | low);
+      const Chunk* from =
+          reinterpret_cast<const Chunk*>(tile + (first + i) * (row_bytes + kTileRowPadding));
+      for (int chunk = lane_idx(m); chunk < chunks; chunk += kWarpSize) {
+        m.store(&to[chunk], from[chunk]);
+      }
+    }
   }
 }
 
-// All threads of the group. sums.for_each(f) calls f(L1SumsOf) for everything of the task, in all
-// lanes alike. tile: shared memory, aligned to 16.
+// A task's sums to the tile: all threads of the group that has them, each its own. sums.for_each(f)
+// calls f(L1SumsOf) for everything of the task, in all lanes alike. tile: shared memory, aligned to
+// 16.
 template <class Format, Machine M, class Shape, class Sums>
-MEGAMOE_FN void l1_epilogue(M& m, const Group& group, const Shape& shape, const Fields& mine,
-                            const Task& task, const Block& block, const L1Factors& factors,
-                            Sums& sums, uint8_t* tile) {
-  const Gates<Format, Shape> gates(shape, mine);
-  const int slot = gates.slot(task.block).idx;
-  const int first_row = slot * shape.block_rows, row_bytes = Format::bytes(l1_outputs(shape));
+MEGAMOE_FN void l1_to_tile(M& m, const Shape& shape, const Fields& mine, const Task& task,
+                           const Block& block, const L1Factors& factors, Sums& sums,
+                           uint8_t* tile) {
+  const int first_row = Gates<Format, Shape>(shape, mine).slot(task.block).idx * shape.block_rows;
+  const int row_bytes = Format::bytes(l1_outputs(shape)) + kTileRowPadding;
   const int row_scales = l1_outputs(shape) / kBlockSize;
   uint8_t* tile_scales = tile + shape.block_rows * row_bytes;
 
@@ -91,8 +104,16 @@ MEGAMOE_FN void l1_epilogue(M& m, const Group& group, const Shape& shape, const 
       }
     }
   });
-  group.sync(m);
+}
 
+// The tile to the ring: all warps of the group, after all of the tile is written.
+template <class Format, Machine M, class Shape>
+MEGAMOE_FN void l1_store_tile(M& m, const Group& group, const Shape& shape, const Fields& mine,
+                              const Task& task, const Block& block, const uint8_t* tile) {
+  const Gates<Format, Shape> gates(shape, mine);
+  const int slot = gates.slot(task.block).idx;
+  const int first_row = slot * shape.block_rows, row_bytes = Format::bytes(l1_outputs(shape));
+  const uint8_t* tile_scales = tile + shape.block_rows * (row_bytes + kTileRowPadding);
   store_tile(m, group, tile, block.rows, row_bytes, [&](int row) {
     return mine.ring_h() + int64_t{first_row + row} * Format::bytes(shape.intermediate) +
            task.part * row_bytes;
@@ -107,6 +128,16 @@ MEGAMOE_FN void l1_epilogue(M& m, const Group& group, const Shape& shape, const 
   }
   group.sync(m);
   if (group.thread(m) == 0) gates.l1_finished(m, task.block);
+}
+
+// Both, by one group.
+template <class Format, Machine M, class Shape, class Sums>
+MEGAMOE_FN void l1_epilogue(M& m, const Group& group, const Shape& shape, const Fields& mine,
+                            const Task& task, const Block& block, const L1Factors& factors,
+                            Sums& sums, uint8_t* tile) {
+  l1_to_tile<Format>(m, shape, mine, task, block, factors, sums, tile);
+  group.sync(m);
+  l1_store_tile<Format>(m, group, shape, mine, task, block, tile);
 }
 
 }  // namespace megamoe

@@ -16,6 +16,7 @@
 namespace megamoe {
 
 inline constexpr int kWarpgroup = 128;
+inline constexpr int kWarpgroupBarrier = 8;  // named barriers: one for each consumer warpgroup
 inline constexpr int kTileRows = 64, kTileColumns = 128;  // of layout_sm90.py
 inline constexpr int kTileBytes = 4608, kTileCodeBytes = 4096, kTileScaleBytes = 512;
 inline constexpr int kBoxColumns = 64;  // BF16: the 128 bytes of the swizzle
@@ -23,9 +24,11 @@ inline constexpr int kMaxBoxRows = 16;
 
 // How the consumer warpgroups share a task. groups x split warpgroups; each group has `tiles` tiles
 // of rows of its own, and the warpgroups of a group take turns with the stages and sum up at the end.
-template <int kGroups, int kSplit, int kTiles, int kStages, int kProducerRegisters,
+// narrow: tokens up to which a block is multiplied as one of so many; block_rows: there are none.
+template <int kGroups, int kSplit, int kTiles, int kNarrow, int kStages, int kProducerRegisters,
           int kConsumerRegisters>
 struct Sm90Tiling {
+  static constexpr int narrow = kNarrow;
   static constexpr int groups = kGroups, split = kSplit, tiles = kTiles, stages = kStages;
   static constexpr int producer_registers = kProducerRegisters;  // 0: as compiled
   static constexpr int consumer_registers = kConsumerRegisters;
@@ -128,6 +131,28 @@ struct Sm90Weights {
   const float* alpha;  // L1 [experts, 2], L2 [experts]
 };
 
+// The epilogues' tile in shared memory: consumers fill it task by task, one warp stores it, and the
+// next task's products run meanwhile.
+struct TileHandoff {
+  uint32_t full, free;  // barriers
+
+  // One thread, before a barrier of all. warps: those that fill a tile.
+  __device__ __forceinline__ void init(int warps) const {
+    ptx::barrier_init(full, warps);
+    ptx::barrier_init(free, 1);
+    ptx::fence_barrier_init();
+  }
+  // The tile of task number `count` of this CTA may be written; all tiles before it are stored.
+  template <Machine M>
+  __device__ __forceinline__ bool wait_free(M& m, uint32_t count) const {
+    return wait_phase(m, free, count + 1);
+  }
+  template <Machine M>
+  __device__ __forceinline__ bool wait_full(M& m, uint32_t count) const {
+    return wait_phase(m, full, count);
+  }
+};
+
 // One warp: the weights of this CTA's tasks. weights(layer, expert): where an expert's tiles begin.
 template <class Tiling, Machine M, class Shape, class Weights>
 __device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Pool<Shape>& pool,
@@ -200,13 +225,14 @@ struct Sm90Sums {
 
   float d[Tiling::tiles][kValues];
   int warpgroup, thread;  // among the consumers, in the warpgroup
+  int rows;               // tokens of the block
 
   __device__ __forceinline__ int group() const { return warpgroup / Tiling::split; }
   __device__ __forceinline__ int phase() const { return warpgroup % Tiling::split; }
 
-  // The task's stages; at: the first one. Goes on after a wait that was given up, so that the
-  // warpgroup stays together, and returns false.
-  template <Machine M, class Shape>
+  // The task's stages; at: the first one. Multiplies kWidth tokens. Goes on after a wait that was
+  // given up, so that the warpgroup stays together, and returns false.
+  template <int kWidth, Machine M, class Shape>
   __device__ __forceinline__ bool accumulate(M& m, const Stages<Tiling, Shape>& stages,
                                              StageCursor<Tiling::stages> at, int steps) {
     constexpr int kHalfTokens = Shape::block_rows * kBoxColumns * 2;  // bytes of half a stage
@@ -234,7 +260,7 @@ struct Sm90Sums {
           ptx::wgmma_fence();
           MEGAMOE_UNROLL
           for (int i = 0; i < 4; ++i) {
-            ptx::wgmma(d[tile], fragment[b][i],
+            ptx::wgmma(reinterpret_cast<float(&)[kWidth / 2]>(d[tile]), fragment[b][i],
                        ptx::descriptor_plus(tokens, half * kHalfTokens + i * 32));
           }
           ptx::wgmma_commit();
@@ -250,10 +276,12 @@ struct Sm90Sums {
   }
 
   // Warpgroups that took turns: the first of each group gets the sum, in a fixed order. partial:
-  // shared memory. All threads of the consumers' group.
+  // shared memory. False if ok is not everywhere among those that share a tile.
   template <Machine M>
   __device__ __forceinline__ bool reduce(M& m, const Group& all, float* partial, bool ok) {
-    if constexpr (Tiling::split == 1) return all.sync(m, ok);
+    if constexpr (Tiling::split == 1) {
+      return m.sync_all(kWarpgroupBarrier + warpgroup, kWarpgroup, ok);
+    }
     float* mine = partial + thread;
     constexpr int kAll = Tiling::tiles * kValues * kWarpgroup;
     if (phase() > 0) each(mine + (group() * (Tiling::split - 1) + phase() - 1) * kAll,
@@ -278,6 +306,7 @@ struct Sm90Sums {
       const int task_tile = group() * Tiling::tiles + tile;
       MEGAMOE_UNROLL
       for (int j = 0; j < kTokens / 8; ++j) {
+        if (8 * j >= rows) continue;  // not a break: d stays in registers
         const float* sum = &d[tile][4 * j];
         if constexpr (requires { f(L1SumsOf<1>{}); }) {
           f(L1SumsOf<1>{{{sum[0], sum[1]}}, {{sum[2], sum[3]}}, {task_tile * 32 + 8 * w + g},
