@@ -80,6 +80,8 @@ class Loading:
         if self._verifier is not None:
             self._verifier.finish()
             _log.info("verified: %d linears hold what is stored", len(self._verifier.verified))
+            if rest := self._verifier.unverified:
+                _log.warning("not verified: %d linears, %s", len(rest), some_names(rest))
         for module in self._model.modules():
             if isinstance(module, KernelExperts):
                 module.prepare()

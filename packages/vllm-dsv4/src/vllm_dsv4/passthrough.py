@@ -9,12 +9,12 @@ the command line.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from .counts import read_count
 from .errors import OptionError
 
 _SHORT: Final[Mapping[str, str]] = {
@@ -24,10 +24,6 @@ _SHORT: Final[Mapping[str, str]] = {
     "-ep": "enable-expert-parallel",
     "-n": "nnodes",
 }
-
-
-#: Longer ones are left to vLLM, which refuses them.
-_WHOLE: Final = re.compile("[0-9]{1,18}")
 
 
 class Passthrough:
@@ -64,16 +60,20 @@ class Passthrough:
         return self._values.get(name, [None])[-1]
 
     def integer(self, name: str) -> int | None:
-        """The same as a whole number; None also where vLLM takes a word instead ("auto").
+        """The same as a whole number; None also where vLLM takes a word instead ("auto", "-1").
 
-        Raises OptionError for 0.
+        Raises OptionError for 0, and for what begins like a number and is none.
         """
         value = self.value(name)
-        if value is None or not _WHOLE.fullmatch(value):
+        if value is None or not value[:1].isdecimal():
             return None
-        if int(value) < 1:
+        try:
+            found = read_count(value)
+        except ValueError as error:
+            raise OptionError(f"--{name}: {error}.") from None
+        if found < 1:
             raise OptionError(f"--{name} is {value}; at least 1 is needed.")
-        return int(value)
+        return found
 
     def part(self, name: str) -> float | None:
         """The same as a part of one; raises OptionError for what is none."""

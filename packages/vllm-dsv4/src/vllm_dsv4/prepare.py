@@ -7,22 +7,19 @@ for compressors. Names become official, config.json that of the experts-only lay
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from torch import Tensor
-
-from nvfp4_codec.checkpoint.header import TensorSpec, shown
-from nvfp4_codec.checkpoint.job import Job, Outcome, Step, json_bytes, run
-from nvfp4_codec.checkpoint.reader import Checkpoint, TensorInfo
-from nvfp4_codec.checkpoint.rewrite import Rewrite, documents
-from nvfp4_codec.checkpoint.writer import Advance, Fault, ShardWriter, no_advance, no_fault
-from nvfp4_codec.errors import CheckpointError, CodecError
-from nvfp4_codec.schemas.deepseek_v4 import Entry, Layout, Schema, fused_with
+from nvfp4_codec.checkpoint.header import shown
+from nvfp4_codec.checkpoint.job import Job, Outcome, json_bytes, run
+from nvfp4_codec.checkpoint.reader import Checkpoint
+from nvfp4_codec.checkpoint.rewrite import documents
+from nvfp4_codec.checkpoint.writer import Advance, Fault, no_advance, no_fault
+from nvfp4_codec.errors import CheckpointError
+from nvfp4_codec.schemas.deepseek_v4 import Schema
 from nvfp4_codec.schemas.deepseek_v4.encoding import encoding_files
 from nvfp4_codec.schemas.deepseek_v4.experts_only import (
     experts_only_block,
@@ -31,19 +28,14 @@ from nvfp4_codec.schemas.deepseek_v4.experts_only import (
 )
 
 from . import __version__
-from .doctor import Diagnosis, examine
+from .doctor import Diagnosis, examine, refuse
 from .doctor.catalogue import CATALOGUE
 from .errors import StoredError
 from .kv_dtype import kv_cache_dtype
-from .stored import Format, Stored, list_of_experts, read_stored
-from .transform.fused import with_one_scale
-from .transform.values import NEEDED, to_bf16, to_fp8
-from .weight_map import WeightMap
+from .prepare_plan import Key, PreparePlan, formatted, target
+from .stored import Stored, read_stored
 
 MANIFEST: Final = "prepare_manifest.json"
-_SCALES: Final = ("weight_scale", "weight_scale_2", "input_scale")
-
-Key = tuple[str, Format, Format]
 
 
 @dataclass(frozen=True)
@@ -82,8 +74,9 @@ def prepare_checkpoint(
     stored = read_stored(source)
     with Checkpoint.open(source) as checkpoint:
         job, linears = make_job(stored, checkpoint)
-        _check_weights(source)
-        outcome = run(job, output, resume=resume, fault=fault, advance=advance)
+        refuse(source, [found for found in examine(source).findings if _stands(found)])
+        with _removed_if_empty(output):
+            outcome = run(job, output, resume=resume, fault=fault, advance=advance)
     requantized, unified = {}, {}
     for name, note in outcome.notes.items():
         module = name.rpartition(".")[0]
@@ -94,24 +87,46 @@ def prepare_checkpoint(
     return PrepareReport(outcome, linears, requantized, unified, stored.unknown)
 
 
+@contextmanager
+def _removed_if_empty(output: Path) -> Iterator[None]:
+    """Takes a new folder away again in which an error left nothing, such as for want of room."""
+    existed = output.exists()
+    try:
+        yield
+    except BaseException:
+        if not existed:
+            with suppress(OSError):  # it holds something: an interrupted run
+                output.rmdir()
+        raise
+
+
 def make_job(stored: Stored, source: Checkpoint) -> tuple[Job, Mapping[Key, int]]:
     """The rewrite, and its linears by role and formats. Raises as `prepare_checkpoint` does."""
-    _check(stored)
-    plan = _Plan(stored, source)
+    _check(stored, source)
+    plan = PreparePlan(stored, source)
     files = {**_documents(stored, source, plan.schema), **encoding_files(source.root)}
     job = Job("prepare", {}, source, plan.rewrite.shards(), files, manifest=MANIFEST)
     return job, plan.linears
 
 
-def _check(stored: Stored) -> None:
+def _check(stored: Stored, source: Checkpoint) -> None:
     if stored.missing:
         raise CheckpointError(
             f"{len(stored.missing)} tensors are missing. Fetch the checkpoint again; `vllm-dsv4 "
             "doctor` says more.",
+            file=shown(str(source.root)),
             tensor=shown(stored.missing[0]),
         )
     experts = {m: own for m, own in stored.formats.items() if m.endswith(".ffn.experts")}
-    if other := sorted(module for module, own in experts.items() if own != "nvfp4"):
+    other = sorted(module for module, own in experts.items() if own != "nvfp4")
+    if other and all(module.startswith("mtp.") for module in other):
+        raise StoredError(
+            f"{other[0]} are stored as {experts[other[0]]}: stock vLLM reads MTP experts in the "
+            "format of all others, NVFP4, which prepare does not make. Serve this checkpoint with "
+            "the plugin, which goes by what is stored, or export it again with `dsv4-quantize "
+            "export`, which casts MTP experts too, or leaves MTP blocks out (--mtp drop)."
+        )
+    if other:
         raise StoredError(
             f"{other[0]} are stored as {experts[other[0]]}; prepare keeps NVFP4 experts as they "
             "are and makes none. The official checkpoint is served as it comes; `dsv4-quantize "
@@ -123,167 +138,20 @@ def _check(stored: Stored) -> None:
             "model again with a calibration of its activations."
         )
     if stored.scheme == "official" and all(
-        own == _target(entry)
+        own == target(entry)
         for entry in stored.schema.entries()
-        if (own := stored.formats.get(_formatted(entry))) is not None
+        if (own := stored.formats.get(formatted(entry))) is not None
     ):
         raise StoredError(
             "the checkpoint has the layout already that prepare writes: vLLM serves it as it comes."
         )
 
 
-def _check_weights(source: Path) -> None:
-    """Refuses what the doctor finds in weights, but for what this pass puts right."""
-    wrong = [found for found in examine(source).findings if _stands(found)]
-    if wrong:
-        first = wrong[0]
-        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise CheckpointError(
-            f"{first.found}; expected {first.expected} ({first.code}{more}). {first.fix} "
-            "`vllm-dsv4 doctor` on this folder says more.",
-            file=first.file,
-            tensor=first.tensor,
-        )
-
-
 def _stands(found: Diagnosis) -> bool:
+    """Whether a fault is in the weights, and is none that this pass puts right."""
     row = CATALOGUE.get(found.code)
     is_handled = row is not None and row.handled != "no"
     return found.level == "error" and found.file.endswith(".safetensors") and not is_handled
-
-
-def _target(entry: Entry) -> Format:
-    """What stock vLLM builds for a linear."""
-    if entry.role == "routed_expert":
-        return "nvfp4"
-    return "fp8_block" if entry.format == "fp8_block" else "bf16"
-
-
-def _formatted(entry: Entry) -> str:
-    return list_of_experts(entry.module()) if entry.role == "routed_expert" else entry.module()
-
-
-class _Plan:
-    """Decides for every tensor of the model, and lists the steps that write the shards."""
-
-    def __init__(self, stored: Stored, source: Checkpoint) -> None:
-        # Scales of FP8 are E8M0 in what is written, whatever they were.
-        config = replace(stored.schema.config, scale_dtype="F8_E8M0")
-        self.schema = Schema(config)
-        self.rewrite = Rewrite(source)
-        self.linears: Counter[Key] = Counter()
-        self._source = source
-        self._infos = _official(stored, source)
-        for entry in self.schema.entries():
-            if entry.template.row.linear:
-                own, out = stored.formats[_formatted(entry)], _target(entry)
-                self.linears[entry.role, own, out] += 1
-                self._linear(entry, own, out)
-            else:
-                self._copy(entry.name())
-
-    def _linear(self, entry: Entry, own: Format, out: Format) -> None:
-        module = entry.module()
-        if out == "nvfp4":
-            self._expert(module)
-        elif own == out == "bf16":
-            self._copy(f"{module}.weight")
-        elif own == out and self._infos[f"{module}.scale"].dtype == "F8_E8M0":
-            self._copy(f"{module}.weight")
-            self._copy(f"{module}.scale")
-        else:
-            layout: Layout = "official" if out == "fp8_block" else "plain"
-            specs = [TensorSpec(*spec) for spec in self.schema.stored(entry, layout)]
-            self._produce(module, specs, partial(self._convert, module, own, out))
-
-    def _expert(self, module: str) -> None:
-        self._copy(f"{module}.weight")
-        if len(fused_with(module)) == 1:
-            for part in _SCALES:
-                self._copy(f"{module}.{part}", scalar=part != "weight_scale")
-            return
-        infos = [self._infos[f"{module}.{part}"] for part in _SCALES]
-        specs = [
-            TensorSpec(f"{module}.{part}", info.dtype, info.shape if part == "weight_scale" else ())
-            for part, info in zip(_SCALES, infos, strict=True)
-        ]
-        self._produce(module, specs, partial(self._one_scale, module))
-
-    def _copy(self, name: str, *, scalar: bool = False) -> None:
-        info = self._infos[name]
-        shape = () if scalar else info.shape
-        self.rewrite.copy(info, TensorSpec(name, info.dtype, shape), info.file)
-
-    def _produce(self, module: str, specs: list[TensorSpec], step: Step) -> None:
-        info = self._infos[f"{module}.weight"]
-        self.rewrite.produce(info.file, specs, _located(step, info), info.offset)
-
-    def _tensor(self, name: str) -> Tensor:
-        return self._source.tensor(self._infos[name].name)
-
-    def _convert(self, module: str, own: Format, out: Format, writer: ShardWriter) -> None:
-        parts = {part: self._tensor(f"{module}.{part}") for part in NEEDED[own]}
-        report = None
-        if out == "fp8_block":
-            made, report = to_fp8(parts, own, e8m0=True)
-        else:
-            made = to_bf16(parts, own)
-        for part, tensor in made.items():
-            writer.write_tensor(f"{module}.{part}", tensor)
-        if report is not None and report.inexact_values:
-            cost = {"sqnr_db": report.sqnr_db, "max_relative_error": report.max_relative_error}
-            writer.note(f"{module}.weight", cost)
-
-    def _one_scale(self, module: str, writer: ShardWriter) -> None:
-        """An expert's w1 or w3 with the weight_scale_2 and input_scale that it shares."""
-        pair = fused_with(module)
-        scales = {
-            one: {part: self._tensor(f"{one}.{part}").reshape(()) for part in _SCALES[1:]}
-            for one in pair
-        }
-        first, second = scales.values()
-        if all(bool(first[part] == second[part]) for part in _SCALES[1:]):
-            for part in _SCALES:
-                info = self._infos[f"{module}.{part}"]
-                writer.copy(f"{module}.{part}", self._source, info)
-            return
-        for one in pair:
-            scales[one]["weight_scale"] = self._tensor(f"{one}.weight_scale")
-        codes = {module: self._tensor(f"{module}.weight")}
-        made, report = with_one_scale(scales, codes)
-        for part in _SCALES:
-            writer.write_tensor(f"{module}.{part}", made[module][part])
-        inexact = report[pair.index(module)].inexact_blocks if report else 0
-        writer.note(f"{module}.weight_scale", {"inexact_blocks": inexact})
-
-
-def _official(stored: Stored, source: Checkpoint) -> dict[str, TensorInfo]:
-    """The tensors by official name; unknown ones are not among them."""
-    places, doubled = WeightMap(stored.schema, stored.scheme), frozenset(stored.unknown)
-    found = {}
-    for name, info in source.tensors.items():
-        placed = places.place(name)
-        if placed is not None and name not in doubled:
-            found[placed.name] = info
-    return found
-
-
-def _located(step: Step, info: TensorInfo) -> Step:
-    """The step with errors of the numeric code placed at its tensor and file."""
-
-    def work(writer: ShardWriter) -> None:
-        try:
-            step(writer)
-        except CheckpointError:
-            raise
-        except CodecError as error:
-            raise CheckpointError(
-                f"{error}. The checkpoint is damaged here.",
-                file=shown(info.file),
-                tensor=shown(info.name),
-            ) from None
-
-    return work
 
 
 def _documents(stored: Stored, source: Checkpoint, schema: Schema) -> dict[str, bytes]:

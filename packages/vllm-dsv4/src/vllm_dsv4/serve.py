@@ -6,15 +6,13 @@ Each choice is one line of `_flags`; what the user says stands, and comes last.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from nvfp4_codec.checkpoint.header import shown, some_names
-from nvfp4_codec.errors import CheckpointError
+from nvfp4_codec.checkpoint.header import some_names
 
 from .errors import OptionError, PlanError
 from .gpus import Gpus, detect_gpus
@@ -25,7 +23,8 @@ from .passthrough import Passthrough
 from .plan import Deployment, Limits, Plan, choose_deployment, plan
 from .plan.fit import context_of
 from .plan.kv_cache import BLOCK
-from .stored import Stored, is_ours, read_stored
+from .servable import check_environment, check_speculation, read_servable, uses_mtp
+from .stored import Stored
 
 #: vLLM's name for DeepSeek-V4's prompt format, tool calls and reasoning (vLLM 0.33.0:
 #: tokenizers/registry.py, tool_parsers/__init__.py, reasoning/__init__.py).
@@ -60,24 +59,26 @@ def serve_command(
     arguments: Sequence[str] = (),
     *,
     nodes: int = 1,
+    skip_doctor: bool = False,
 ) -> Command:
     """The ``vllm serve`` line for a checkpoint folder.
 
     gpus: None asks this machine, which is one of ``nodes`` alike, once everything else is known to
     be right. options: of `Options`, those that were given; they win over those in the user's
-    --additional-config. arguments: everything else for vLLM, passed through.
+    --additional-config. arguments: everything else for vLLM, passed through. skip_doctor: do not
+    look for what the doctor finds by header.
 
     Raises CheckpointError for a folder that cannot be served, OptionError for options that
     contradict it or each other, PlanError where it cannot fit.
     """
     given = Passthrough(arguments)
-    stored = _read(folder, given)
+    stored = read_servable(folder, given, skip_doctor=skip_doctor)
     additional = _additional(given, options or {})
     own = Options.from_mapping((additional or given.mapping("additional-config")).get(KEY))
     if own.moe_kernel is not None:
         find_backend(own.moe_kernel)
-    _check_environment(stored)
-    _check_speculation(stored, given)
+    check_environment(stored)
+    check_speculation(stored, given)
     gpus = gpus or detect_gpus(nodes)
     deployment = _deployment(gpus, stored, given, own)
     found = _fitting(stored, gpus, deployment, given, own)
@@ -126,39 +127,6 @@ def _flags(stored: Stored, found: Plan, given: Passthrough) -> Iterator[tuple[st
         yield "max-num-batched-tokens", str(step)
 
 
-def _read(folder: Path, given: Passthrough) -> Stored:
-    if not folder.is_dir():
-        raise CheckpointError(
-            "no such folder. Give the folder of a checkpoint; one on a hub is downloaded first, "
-            "such as with `hf download`.",
-            file=shown(str(folder)),
-        )
-    stored = read_stored(folder)
-    if stored.missing:
-        raise CheckpointError(
-            f"{len(stored.missing)} tensors are missing: {some_names(stored.missing)}. "
-            "`vllm-dsv4 doctor` on this folder says more.",
-            file=shown(str(folder)),
-        )
-    packed = [module for module, own in stored.formats.items() if own == "nvfp4"]
-    if packed and not is_ours(stored.config):
-        raise CheckpointError(
-            f"config.json does not say that {packed[0]} and {len(packed) - 1} other linears are "
-            "NVFP4, so the plugin would stay out and vLLM read them as something else. Take "
-            "quantization_config from the export; `vllm-dsv4 doctor` on this folder says more.",
-            file=shown(str(folder / "config.json")),
-        )
-    if not (folder / "tokenizer.json").exists() and not given.has(
-        "tokenizer", "skip-tokenizer-init"
-    ):
-        raise CheckpointError(
-            "no tokenizer.json there. Copy the tokenizer's files from the official checkpoint, or "
-            "say where it is with --tokenizer.",
-            file=shown(str(folder)),
-        )
-    return stored
-
-
 def _additional(given: Passthrough, options: Mapping[str, object]) -> dict[str, Any]:
     """The user's --additional-config with our options in it."""
     if any(name.startswith("--additional-config.") for name in map(_dashed, given.arguments)):
@@ -179,28 +147,6 @@ def _additional(given: Passthrough, options: Mapping[str, object]) -> dict[str, 
 
 def _dashed(argument: str) -> str:
     return argument.replace("_", "-")
-
-
-def _check_environment(stored: Stored) -> None:
-    """vLLM loads only the plugins that VLLM_PLUGINS names, if it is set."""
-    plugins = os.environ.get("VLLM_PLUGINS")
-    if plugins is not None and is_ours(stored.config) and "vllm_dsv4" not in plugins.split(","):
-        raise OptionError(
-            f"VLLM_PLUGINS is {plugins!r}, so vLLM would not load this plugin: add vllm_dsv4 to "
-            "it (names with commas and no blanks between them), or unset it."
-        )
-
-
-def _check_speculation(stored: Stored, given: Passthrough) -> None:
-    if _uses_mtp(given) and not stored.has_mtp:
-        raise OptionError(
-            "--speculative-config asks for MTP, and the checkpoint has no MTP blocks. Leave it "
-            "away, or export the model again with --mtp keep."
-        )
-
-
-def _uses_mtp(given: Passthrough) -> bool:
-    return given.mapping("speculative-config").get("method") in ("mtp", "deepseek_mtp")
 
 
 def _moe_backend(given: Passthrough) -> str | None:
@@ -238,7 +184,7 @@ def _fitting(
         max_num_seqs=given.integer("max-num-seqs"),
         gpu_memory_utilization=given.part("gpu-memory-utilization")
         or Limits.gpu_memory_utilization,
-        mtp=_uses_mtp(given),
+        mtp=uses_mtp(given),
     )
     plans = []
     for tokens in (step,) if step else _STEPS:

@@ -14,11 +14,18 @@ from typing import Any, Final, Literal
 
 from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.reader import Checkpoint, TensorInfo
-from nvfp4_codec.checkpoint.rewrite import read_config
 from nvfp4_codec.errors import CheckpointError
-from nvfp4_codec.schemas.deepseek_v4 import Entry, ModelConfig, Schema, Scheme
+from nvfp4_codec.schemas.deepseek_v4 import (
+    SCHEMES,
+    Entry,
+    ModelConfig,
+    Schema,
+    Scheme,
+    parse,
+)
 from nvfp4_codec.schemas.deepseek_v4.recognize import Survey, survey
 
+from .config_file import config_of
 from .stored_config import complete_config, is_ours, promised_formats
 
 __all__ = ["EXPERTS", "Format", "Stored", "complete_config", "is_ours", "promised", "read_stored"]
@@ -59,17 +66,12 @@ def read_stored(folder: Path) -> Stored:
     """What a checkpoint folder holds; reads headers only, whatever the names' scheme.
 
     Unknown and missing tensors are listed, not refused. Raises CheckpointError for a folder that
-    is no DeepSeek-V4 checkpoint, or whose weights are of an unknown dtype, naming the tensor.
+    is no DeepSeek-V4 checkpoint, and naming the tensor for names of two schemes and for a weight of
+    an unknown dtype.
     """
-    config = read_config(folder)
-    if config is None:
-        raise CheckpointError(
-            "no config.json there. Give the folder of a DeepSeek-V4 checkpoint.",
-            file=shown(str(folder)),
-        )
-    complete, notes = complete_config(config)
+    complete, notes = complete_config(config_of(folder))
     with Checkpoint.open(folder) as source:
-        found = survey(source.tensors, ModelConfig.from_dict(complete))
+        found = _survey(source, ModelConfig.from_dict(complete))
     formats, weight_only = _formats(found)
     report = found.report
     return Stored(
@@ -120,6 +122,35 @@ def list_of_experts(module: str) -> str:
     """``layers.3.ffn.experts`` of ``layers.3.ffn.experts.17.w1``; other names as they are."""
     head, found, _ = module.partition(f"{EXPERTS}.")
     return head + EXPERTS if found else module
+
+
+def _survey(source: Checkpoint, config: ModelConfig) -> Survey:
+    try:
+        return survey(source.tensors, config)
+    except CheckpointError as error:
+        odd = _odd_name(source)
+        if odd is None:
+            raise CheckpointError(
+                f"{error}. Give the folder of a DeepSeek-V4 checkpoint.",
+                file=shown(str(source.root)),
+            ) from None
+        raise CheckpointError(
+            f"{error}. Two exports lie in one folder, or one was renamed in part: export again "
+            "into a new one.",
+            file=shown(odd.file),
+            tensor=shown(odd.name),
+        ) from None
+
+
+def _odd_name(source: Checkpoint) -> TensorInfo | None:
+    """The first tensor whose name is in no scheme that fits all names before it."""
+    fitting = set(SCHEMES)
+    for name, info in source.tensors.items():
+        own = {scheme for scheme in SCHEMES if parse(name, scheme) is not None}
+        if own and not fitting & own:
+            return info
+        fitting &= own or fitting
+    return None
 
 
 def _formats(found: Survey) -> tuple[dict[str, Format], frozenset[str]]:

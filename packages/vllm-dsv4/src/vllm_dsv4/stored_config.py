@@ -24,6 +24,7 @@ from nvfp4_codec.schemas.deepseek_v4 import (
     translate_entry,
 )
 
+from .config_file import check_types
 from .errors import StoredError
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ def is_ours(config: Mapping[str, Any]) -> bool:
         return _ALGORITHMS.get(algorithm) == "nvfp4"
     layers = quantization.get("quantized_layers")
     return isinstance(layers, Mapping) and any(
-        _ALGORITHMS.get(_upper(how.get("quant_algo"))) == "nvfp4"
+        # A bare word claims as much; `complete_config` then says how it is spelled.
+        _ALGORITHMS.get(_upper(how.get("quant_algo") if isinstance(how, Mapping) else how))
+        == "nvfp4"
         for how in layers.values()
-        if isinstance(how, Mapping)
     )
 
 
@@ -71,8 +73,10 @@ def complete_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     """A config.json with its gaps filled as DeepSeek writes them, and a sentence for each gap.
 
     The input is not changed. What cannot be known from the rest (the rope's scaling, when it is
-    nowhere) is told and left. Raises CheckpointError if a present key is of an unusable type.
+    nowhere) is told and left. Raises CheckpointError as `check_types` and
+    `ModelConfig.from_dict` do.
     """
+    check_types(config)
     found, notes = dict(config), []
     if found.get("topk_method") is None:
         found["topk_method"] = "noaux_tc"

@@ -2,31 +2,25 @@
 
 Every linear, and one routed expert of each layer, is compared as soon as vLLM has written all of
 it: dequantized from the model's parameters in the format it runs in, against the codec's reading
-of the stored tensors. Neither the transform nor vLLM's loaders have a part in the second.
+of the stored tensors. Neither the transform nor vLLM's loaders have a part in the second. What
+lies where nothing here reads it is named (`Verifier.unverified`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    RowParallelLinear,
-)
 
 from nvfp4_codec import dequantize_fp8_block, dequantize_nvfp4, explain_diff
 
 from .errors import LoadError
 from .stored import list_of_experts
-from .transform.padding import padded_inner
 from .transform.values import NEEDED
-from .weight_map import WeightMap, official_modules
+from .verify_places import Place, expert_places, linear_places
+from .weight_map import WeightMap
 
 if TYPE_CHECKING:
     from .quant_config import DSV4NVFP4Config
@@ -40,41 +34,6 @@ _RELATIVE: Final = 2.0**-4
 _ABSOLUTE: Final = 2.0**-17
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a checkpoint's linear lies in the model.
-
-    layer, module: vLLM's; rows: of its weight. dim: along which ranks split the linear, tp_size of
-    them, this one being tp_rank. padded: to whole blocks. expert: its index among the local ones.
-    prefix: of the parameters' names.
-    """
-
-    layer: str
-    module: Any
-    rows: slice
-    dim: int
-    tp_size: int
-    tp_rank: int
-    padded: bool = False
-    expert: int | None = None
-    prefix: str = ""
-
-    def parameter(self, part: str) -> Tensor:
-        """One part, of the whole layer or of the one expert."""
-        data: Tensor = getattr(self.module, self.prefix + part).data
-        return data if self.expert is None else data[self.expert]
-
-    def share(self, full: Tensor) -> Tensor:
-        """This rank's part of a matrix; beyond its end, where vLLM pads it, zeros."""
-        if self.tp_size == 1:
-            return full
-        if self.padded:
-            shape = list(full.shape)
-            shape[self.dim] = padded_inner(shape[self.dim], self.tp_size) - shape[self.dim]
-            full = torch.cat([full, full.new_zeros(shape)], self.dim)
-        return full.chunk(self.tp_size, self.dim)[self.tp_rank]
-
-
 class Verifier:
     """Watches a loading model: `source` sees what is stored, `loaded` what vLLM is given."""
 
@@ -83,14 +42,16 @@ class Verifier:
         stored = quant_config.stored
         self._map = WeightMap(stored.schema, stored.scheme)
         num_layers = int(stored.config["num_hidden_layers"])
-        self._places = dict(_linears(model, num_layers))
-        self._places |= dict(_experts(model, num_layers, stored.schema.config.dimensions["inner"]))
+        self._places = dict(linear_places(model, num_layers))
+        inner = stored.schema.config.dimensions["inner"]
+        self._places |= dict(expert_places(model, num_layers, inner))
         self._together: dict[str, list[str]] = {}
         for module, place in self._places.items():
             self._together.setdefault(place.layer, []).append(module)
         self._source: dict[str, dict[str, Tensor]] = {}
         self._awaited: dict[str, set[tuple[str, str]]] = {}
         self.verified: set[str] = set()
+        self._given: set[str] = set()
 
     def source(self, weights: Iterable[Named]) -> Iterator[Named]:
         """Passes the stored tensors on and keeps those of linears until they are compared."""
@@ -106,6 +67,7 @@ class Verifier:
             yield name, tensor
             # vLLM asks for the next one when it has written this one.
             module, _, part = name.rpartition(".")
+            self._given.add(list_of_experts(module))
             if module in self._places:
                 self._arrived(module, part)
 
@@ -113,6 +75,12 @@ class Verifier:
         """Raises LoadError if a linear of the model was never complete."""
         if rest := sorted(set(self._places) - self.verified):
             raise LoadError(f"{len(rest)} linears were never loaded, the first is {rest[0]}.")
+
+    @property
+    def unverified(self) -> list[str]:
+        """Linears that vLLM was given and that lie where nothing here reads them."""
+        read = {list_of_experts(module) for module in self.verified}
+        return sorted((self._given & self._config.stored.formats.keys()) - read)
 
     def _runs_as(self, module: str) -> Format:
         return self._config.formats[list_of_experts(module)]
@@ -147,58 +115,6 @@ class Verifier:
         self.verified.add(module)
 
 
-def _linears(model: nn.Module, num_layers: int) -> Iterator[tuple[str, _Place]]:
-    for name, module in model.named_modules():
-        if not isinstance(module, LinearBase):
-            continue
-        splits = isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        sizes = list(getattr(module, "output_partition_sizes", ())) or [module.output_size]
-        start = 0
-        for official, size in zip(official_modules(name, num_layers), sizes, strict=True):
-            yield (
-                official,
-                _Place(
-                    layer=name,
-                    module=module,
-                    rows=slice(start, start + size),
-                    dim=int(isinstance(module, RowParallelLinear)),
-                    tp_size=module.tp_size if splits else 1,
-                    tp_rank=module.tp_rank if splits else 0,
-                    padded=".shared_experts." in name,
-                ),
-            )
-            start += size
-
-
-def _experts(model: nn.Module, num_layers: int, inner: int) -> Iterator[tuple[str, _Place]]:
-    """The first expert on this rank of each layer; MegaMoE's are in a kernel's own layout."""
-    for name, module in model.named_modules():
-        if not isinstance(module, RoutedExperts) or not hasattr(module, "w13_weight_scale_2"):
-            continue
-        (block,) = official_modules(name, num_layers)
-        expert = 0 if module.expert_map is None else int((module.expert_map == 0).nonzero())
-        ranks = module.moe_config.moe_parallel_config
-        own, half = inner // ranks.tp_size, module.w13_weight.shape[1] // 2
-        for leaf, prefix, first, size in (
-            ("w1", "w13_", 0, own),
-            ("w3", "w13_", half, own),
-            ("w2", "w2_", 0, module.w2_weight.shape[1]),
-        ):
-            yield (
-                f"{block}.{expert}.{leaf}",
-                _Place(
-                    layer=name,
-                    module=module,
-                    rows=slice(first, first + size),
-                    dim=int(leaf == "w2"),
-                    tp_size=ranks.tp_size,
-                    tp_rank=ranks.tp_rank,
-                    expert=0,
-                    prefix=prefix,
-                ),
-            )
-
-
 def _dequantized(parts: Mapping[str, Tensor], own: Format) -> Tensor:
     if own == "nvfp4":
         weight, scale, scale_2 = (parts[part] for part in NEEDED["nvfp4"])
@@ -208,7 +124,7 @@ def _dequantized(parts: Mapping[str, Tensor], own: Format) -> Tensor:
     return parts["weight"].float()
 
 
-def _read(place: _Place, own: Format) -> Tensor:
+def _read(place: Place, own: Format) -> Tensor:
     weight = place.parameter("weight")[place.rows]
     if own == "bf16":
         return weight.float()

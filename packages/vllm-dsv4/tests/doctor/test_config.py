@@ -67,6 +67,29 @@ def test_every_gap_is_named(check, only, case: str):
     assert "config" in found.fix
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["rope_theta", "compress_rope_theta", "sliding_window", "index_topk",
+     "max_position_embeddings"],
+)  # fmt: skip
+def test_a_number_that_nothing_else_tells_is_missed(check, only, key: str, tiny):
+    for reference in (None, tiny):
+        found = only(check(drop(key), reference=reference))
+        assert (found.code, found.tensor, found.level) == ("config-lost-key", key, "error")
+        assert "official config.json" in found.fix or "source's config.json" in found.fix
+        assert found.effect == "Nothing else in the folder says it: loading stops, or guesses."
+
+
+def test_thetas_in_a_nested_rope_are_not_missed(check):
+    def change(content: Any) -> None:
+        main, compress = (content.config.pop(k) for k in ("rope_theta", "compress_rope_theta"))
+        nest(content)
+        content.config["rope_parameters"]["main"]["rope_theta"] = main
+        content.config["rope_parameters"]["compress"]["rope_theta"] = compress
+
+    assert {found.code for found in check(change).findings} == {"nested-rope"}
+
+
 def test_a_gap_in_the_official_checkpoint_is_an_error(check, only):
     """No plugin takes part in serving it."""
     found = only(check(drop("topk_method"), "official"))

@@ -11,6 +11,7 @@ import torch
 from nvfp4_codec import dequantize_fp8_block, dequantize_mxfp4
 from nvfp4_codec.schemas.deepseek_v4 import from_official
 from vllm_dsv4.doctor import examine
+from vllm_dsv4.prepare import prepare_checkpoint
 
 PRESETS = ["official", "full", "experts", "all-nvfp4", "wo-a-bf16", "no-mtp"]
 #: What transformers loses of config.json, and the plugin fills in.
@@ -93,6 +94,14 @@ def test_fused_scales_that_differ_are_the_plugins_work(check):
         "fused-scale-mismatch", "fused-input-scale-mismatch",
     }  # fmt: skip
     assert made.healthy
+
+
+def test_what_prepare_makes_of_them_is_healthy(checkpoint, tmp_path):
+    """Scales that were clamped and then rescaled are no E8M0."""
+    prepare_checkpoint(checkpoint("two-scales"), tmp_path / "out")
+    made = examine(tmp_path / "out")
+    assert made.findings == ()
+    assert made.looked.weights_read == made.looked.weights
 
 
 def test_mtp_blocks_in_bf16(check):

@@ -144,6 +144,32 @@ def test_mxfp4_scales_labelled_e4m3(check, only):
     assert (found.code, found.tensor) == ("e8m0-read-as-e4m3", f"{W2}.weight")
 
 
+def clamp_and_share(content: Any) -> None:
+    """w3 was clamped at 448 under a weight_scale_2 of its own, then got w1's, 8 times larger."""
+    name = f"{W3}.weight_scale"
+    scale = content.tensors[name].float()
+    assert set(scale.flatten().tolist()) == {128.0, 256.0}
+    clamped = (2 * scale).clamp(max=448)
+    content.tensors[name] = (clamped / 8).to(E4M3)
+
+
+def test_a_cast_that_was_clamped_and_rescaled_is_not_suspected(check):
+    assert check(clamp_and_share).findings == ()
+
+
+def test_exponents_in_half_of_a_pair_are_suspected(check, only):
+    """The same weight with MXFP4's own bytes under the E4M3 label."""
+
+    def change(content: Any) -> None:
+        with safe_open(TINY / "model.safetensors", "pt") as source:
+            scale = source.get_tensor(f"{W3}.scale").view(torch.uint8)
+        content.tensors[f"{W3}.weight_scale"] = scale.repeat_interleave(2, dim=1).view(E4M3)
+
+    found = only(check(change))
+    assert (found.code, found.tensor) == ("e8m0-read-as-e4m3", f"{W3}.weight")
+    assert (found.level, found.evidence) == ("suspected", "statistics")
+
+
 def test_a_padded_scale_is_a_swizzled_one(check, only):
     def change(content: Any) -> None:
         name = "layers.2.attn.indexer.weights_proj"

@@ -218,8 +218,19 @@ def load_damaged(damage: str, **keywords: Any) -> None:
     def without_scale_2(parts: Any, stored: Any) -> Any:
         return real["to_bf16"]({**parts, "weight_scale_2": torch.tensor(1.0)}, stored)
 
+    expert = "layers.1.ffn.experts.0"
+    wrong_expert = {
+        ("an expert's nibbles swapped", "w3.weight"): lambda t: (t >> 4) | (t << 4),
+        ("an expert's scale rows turned", "w2.weight_scale"): lambda t: t.roll(1, 0),
+        ("an expert's gate rows turned", "w1.weight_scale"): lambda t: t.roll(8, 0),
+    }
+
     def changed(self: Any, weights: Any) -> Any:
         for name, tensor in apply(self, weights):
+            edit = wrong_expert.get((damage, name.removeprefix(f"{expert}.")))
+            if edit is not None:
+                yield name, edit(tensor.view(torch.uint8)).view(tensor.dtype)
+                continue
             if damage == "nibbles swapped" and name.endswith(".attn.wq_b.weight"):
                 yield name, (tensor >> 4) | (tensor << 4)
             elif damage == "input_scale multiplied in" and name.endswith("wq_b.weight_scale_2"):

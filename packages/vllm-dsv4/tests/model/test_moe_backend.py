@@ -55,10 +55,12 @@ def test_a_backends_refusal_has_its_reason(site: Path, monkeypatch: pytest.Monke
 def test_it_gets_the_experts_and_the_tokens_and_its_result_counts(
     vllm: Vllm, site: Path, checkpoint: Any, source: Any, oracle: ModuleType, shared: str
 ) -> None:
+    before = len(vllm.harness.log())
     found = vllm.call(
         "with_backend", site=str(site), folder=checkpoint("two-scales"),
-        options={"moe_kernel": "toy", "shared_dtype": shared}, **MEGA,
+        options={"moe_kernel": "toy", "shared_dtype": shared, "verify_load": True}, **MEGA,
     )  # fmt: skip
+    assert "verified: 58 linears hold what is stored" in vllm.harness.log()[before:]
     assert found["shapes"] == [SHAPE]  # one backend for all layers
     assert found["deep_gemm"] == 0  # what vLLM's warm-up of DeepGEMM would run
     assert set(found["counts"].values()) == {1}

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_dsv4.testing import RemoteError
 
@@ -38,6 +39,30 @@ def test_the_draft_loads_whole(
     assert methods["model.layers.4.mtp_block.attn.wo_a"] == "Fp8LinearMethod"
     experts = "model.layers.4.mtp_block.ffn.experts.routed_experts"
     assert methods[experts] == "ModelOptNVFP4Experts"
+
+
+def test_experts_in_bf16_run_so(
+    vllm: Vllm, checkpoint: Any, checkpoints: ModuleType, oracle: ModuleType, tmp_path: Path
+) -> None:
+    """As modelopt leaves the MTP blocks' experts; the main model's are NVFP4."""
+
+    def edit(tensors: dict[str, Any]) -> None:
+        names = [name for name in tensors if name.startswith("mtp.0.ffn.experts.")]
+        for module in {name.rpartition(".")[0] for name in names}:
+            values = oracle.values(tensors, module).bfloat16()
+            for part in ("weight_scale", "weight_scale_2", "input_scale"):
+                del tensors[f"{module}.{part}"]
+            tensors[f"{module}.weight"] = values
+
+    folder = checkpoints.change(shutil.copytree(checkpoint("full"), tmp_path / "bf16"), edit)
+    experts = "model.layers.4.mtp_block.ffn.experts.routed_experts"
+    draft = vllm.load(folder, mtp=True)
+    assert draft.quant_methods[experts].partition("/")[0] == "UnquantizedFusedMoEMethod"
+    stored = checkpoints.read(folder)
+    w13 = draft.parameters[f"{experts}.w13_weight"]
+    for index in (0, 15):
+        pair = [stored[f"mtp.0.ffn.experts.{index}.{w}.weight"] for w in ("w1", "w3")]
+        assert torch.equal(w13[index], torch.cat(pair))
 
 
 def test_ranks_of_two(vllm: Vllm, checkpoint: Any, source: Any, oracle: ModuleType) -> None:

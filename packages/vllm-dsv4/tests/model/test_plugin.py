@@ -152,6 +152,19 @@ def test_options_that_do_not_exist_are_refused_by_name(vllm: Vllm, checkpoint: A
         vllm.call("configured", folder=checkpoint("experts"), options={"attn_dtype": "nvfp4"})
 
 
+def test_a_layer_that_is_a_word_is_refused_by_name(
+    vllm: Vllm, tmp_path: Path, checkpoint: Any, checkpoints: ModuleType
+) -> None:
+    folder = shutil.copytree(checkpoint("full"), tmp_path / "word")
+    edit = {"layers.0.attn.wq_b": "NVFP4"}
+    checkpoints.change_config(
+        folder, lambda config: config["quantization_config"]["quantized_layers"].update(edit)
+    )
+    message = r"config\.json: .*quantized_layers\['layers\.0\.attn\.wq_b'\] is 'NVFP4'; an object"
+    with pytest.raises(RemoteError, match=message):
+        vllm.call("configured", folder=folder)
+
+
 def test_a_model_that_is_not_at_hand_is_read_from_its_config(vllm: Vllm, checkpoint: Any) -> None:
     promised, stored = vllm.call("promised_and_stored", folder=checkpoint("all-nvfp4", "hf"))
     assert promised == stored

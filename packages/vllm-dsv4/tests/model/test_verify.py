@@ -14,6 +14,7 @@ from .conftest import Vllm
 from .wide import make_wide
 
 VERIFY = {"verify_load": True}
+MEGA: dict[str, Any] = {"moe_backend": "deep_gemm_mega_moe", "expert_parallel": True}
 
 
 @pytest.mark.parametrize("variant", ["full", "all-nvfp4", "two-scales", "wo-a-bf16"])
@@ -31,8 +32,52 @@ def test_every_rank_and_the_draft_pass(
     folder = make_wide(tmp_path, checkpoints)
     vllm.call("load_ranks", folder=folder, ranks=[0, 1, 7], tp=8, options=VERIFY)
     vllm.call("load_ranks", folder=checkpoint("full"), ranks=[0, 1], tp=2, mtp=True, options=VERIFY)
-    mega = {"moe_backend": "deep_gemm_mega_moe", "expert_parallel": True}
-    vllm.call("load_ranks", folder=checkpoint("full"), ranks=[1], tp=2, options=VERIFY, **mega)
+    for mtp in (False, True):
+        vllm.call(
+            "load_ranks", folder=checkpoint("full"), ranks=[1], tp=2, mtp=mtp, options=VERIFY,
+            **MEGA,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variant", "verified", "rest"),
+    [
+        ("full", 58, "1 linears, head"),
+        ("two-scales", 58, "1 linears, head"),
+        # Fused FP8 shared experts are in a layout that is not read back.
+        ("experts", 46, "13 linears, head, layers.0.ffn.shared_experts.w1"),
+    ],
+)
+def test_megamoes_experts_are_read_back_from_the_kernels_layout(
+    vllm: Vllm, checkpoint: Any, variant: str, verified: int, rest: str
+) -> None:
+    before = len(vllm.harness.log())
+    vllm.load(checkpoint(variant), options=VERIFY, **MEGA)
+    log = vllm.harness.log()[before:]
+    assert f"verified: {verified} linears hold what is stored" in log
+    assert f"not verified: {rest}" in log
+
+
+@pytest.mark.parametrize(
+    ("damage", "layer"),
+    [
+        (
+            "an expert's nibbles swapped",
+            r"layers\.1\.ffn\.experts\.0\.w3 .*layers\.1\.ffn\.experts",
+        ),
+        ("an expert's scale rows turned", r"layers\.1\.ffn\.experts\.0\.w2 "),
+        ("an expert's gate rows turned", r"layers\.1\.ffn\.experts\.0\.w1 "),
+    ],
+)
+@pytest.mark.parametrize("arguments", [{}, MEGA], ids=["own kernel", "MegaMoE"])
+def test_a_wrong_expert_is_named(
+    vllm: Vllm, checkpoint: Any, damage: str, layer: str, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(RemoteError, match=layer) as caught:
+        vllm.call(
+            "load_damaged", damage=damage, folder=checkpoint("full"), options=VERIFY, **arguments
+        )
+    assert caught.value.kind == "LoadError"
 
 
 @pytest.mark.parametrize(

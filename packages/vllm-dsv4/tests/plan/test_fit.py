@@ -150,6 +150,37 @@ def test_a_size_that_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'two' is no whole number" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("128k", 128_000), ("128K", 131_072), ("25.6k", 25_600), ("131072", 131_072),
+     ("auto", 1 << 20)],
+)  # fmt: skip
+def test_a_context_as_vllm_reads_it(
+    text: str, tokens: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--model", "pro", "--gpus", "B200:8", "--max-model-len", text, "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    assert found["max_model_len"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1.5K", "'1.5K': only k, m, g and t, the powers of 1000, take a fraction"),
+        ("128kB", "'128kB' is no whole number; give one such as 131072, 128K or 131.072k"),
+        ("1e5", "'1e5' is no whole number"),
+        ("-5", "'-5' is no whole number"),
+        ("0k", "0 is not positive"),
+    ],
+)
+def test_an_odd_context_is_refused(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        call("--model", "pro", f"--max-model-len={text}")
+    assert f"argument --max-model-len: {message}" in " ".join(capsys.readouterr().err.split())
+
+
 def test_missing_tensors_are_told(
     checkpoint: Callable[..., Path], checkpoints: ModuleType, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

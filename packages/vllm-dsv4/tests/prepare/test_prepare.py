@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from nvfp4_codec import dequantize_nvfp4
 from nvfp4_codec.errors import CheckpointError
 from vllm_dsv4 import __version__
 from vllm_dsv4.cli import main
@@ -235,6 +237,7 @@ def zero_scale_2(tensors: dict[str, Tensor]) -> None:
     tensors["layers.2.ffn.experts.3.w1.weight_scale_2"].zero_()
 
 
+SCALE_2 = "weight_scale_2"
 EXPERT = "layers.2.ffn.experts.3.w1"
 HIDDEN: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "a reciprocal": ("layers.1.attn.wq_a.weight_scale_2", lambda t: 1 / t),
@@ -318,6 +321,53 @@ def test_a_kv_cache_that_does_not_exist_is_refused(
     checkpoints.change_config(source, edit)
     with pytest.raises(OptionError, match="a KV cache in INT8"):
         prepare_checkpoint(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("existed", [False, True], ids=["new", "an empty one of the user's"])
+def test_a_full_disk_leaves_no_folder_behind(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existed: bool
+) -> None:
+    output = tmp_path / "out"
+    if existed:
+        output.mkdir()
+    with monkeypatch.context() as full:
+        full.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
+        with pytest.raises(CheckpointError, match="the disk is full: .* bytes are needed"):
+            prepare_checkpoint(checkpoint("full"), output)
+    assert output.exists() == existed
+    prepare_checkpoint(checkpoint("full"), output)  # not an interrupted run
+
+
+def experts_to_bf16(block: str) -> Callable[[dict[str, Tensor]], None]:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if n.startswith(f"{block}.ffn.experts.")]:
+            module, _, part = name.rpartition(".")
+            if part == "weight":
+                scales = (tensors[f"{module}.{scale}"] for scale in ("weight_scale", SCALE_2))
+                tensors[name] = dequantize_nvfp4(tensors[name], *scales, dtype=torch.bfloat16)
+        for name in [n for n in tensors if n.startswith(f"{block}.ffn.experts.")]:
+            if not name.endswith(".weight"):
+                del tensors[name]
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("mtp.0", "stock vLLM reads MTP experts in the format of all others, NVFP4, .*"
+                  "Serve this checkpoint with the plugin.*--mtp drop"),
+        ("layers.1", "prepare keeps NVFP4 experts as they are and makes none"),
+    ],
+)  # fmt: skip
+def test_experts_that_are_not_nvfp4_are_refused_with_what_to_do(
+    block: str, message: str, checkpoint: Checkpoint, checkpoints: ModuleType, tmp_path: Path
+) -> None:
+    source = shutil.copytree(checkpoint("full"), tmp_path / "in")
+    checkpoints.change(source, experts_to_bf16(block))
+    with pytest.raises(StoredError, match=rf"{block}\.ffn\.experts are stored as bf16.*{message}"):
+        prepare_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_never_in_place(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from nvfp4_codec.errors import CheckpointError
 from vllm_dsv4.cli import serve as cli
 from vllm_dsv4.cli.serve import register
 from vllm_dsv4.errors import VersionError
@@ -43,6 +46,18 @@ def test_own_options_stand_anywhere(
     assert json.loads(found[place + 1]) == {
         "vllm_dsv4": {"shared_dtype": "bf16", "verify_load": True}
     }
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the folder", "after it"])
+def test_the_doctor_can_be_skipped(
+    checkpoint: Checkpoint, checkpoints: ModuleType, tmp_path: Path, before: bool
+) -> None:
+    folder = shutil.copytree(checkpoint("full"), tmp_path / "copy")
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"missing-file.*--skip-doctor"):
+        call(folder, "--gpus", "H200:1", "--dry-run")
+    own = ["--skip-doctor", "--gpus", "H200:1", "--dry-run"]
+    assert call(*(own if before else ()), folder, *(() if before else own)) == 0
 
 
 def test_a_missing_folder_is_all_that_is_missed(capsys: pytest.CaptureFixture[str]) -> None:

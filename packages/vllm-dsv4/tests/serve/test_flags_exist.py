@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from vllm_dsv4 import serve
+from vllm_dsv4.counts import read_count
 from vllm_dsv4.gpus import parse_gpus
 from vllm_dsv4.plan import released
 from vllm_dsv4.serve import serve_command
@@ -30,8 +31,10 @@ def test_vllm_understands_every_flag(
         serve_command(checkpoint("full"), parse_gpus("B200:2"), {}, ["-tp", "1"]).argv,
     ]
     with monkeypatch.context() as patched:
-        patched.setattr(serve, "_read", lambda folder, given: released("pro"))
+        patched.setattr(serve, "read_servable", lambda *_, **__: released("pro"))
         lines.append(serve_command(tmp_path, parse_gpus("H200:8:134")).argv)
+    sizes = ("128k", "128K", "25.6k", "1.0009m", "2M", " 7 ", "0.1g", "3t", "1T", "12345")
+    lines += [(*lines[0], "--max-model-len", size) for size in sizes]
     emitted = {word for line in lines for word in line if word.startswith("--")}
     source = Path(serve.__file__).read_text()
     known = [word for word in source.replace('"', " ").split() if f'yield "{word}"' in source]
@@ -52,7 +55,7 @@ def test_vllm_understands_every_flag(
     assert serve.FORMAT in found["tool_parsers"]
     assert serve.FORMAT in found["reasoning_parsers"]
     assert serve.FORMAT in found["tokenizers"]
-    fused, nodes, own, tight = found["parsed"]
+    fused, nodes, own, tight, *sized = found["parsed"]
     assert fused["moe_backend"] == "deep_gemm_mega_moe"
     assert fused["enable_expert_parallel"] is True
     assert fused["tensor_parallel_size"] == 2
@@ -70,3 +73,4 @@ def test_vllm_understands_every_flag(
     assert nodes["pipeline_parallel_size"] == 2
     assert own["tensor_parallel_size"] == 1
     assert tight["max_num_batched_tokens"] == 4096
+    assert [line["max_model_len"] for line in sized] == [read_count(size) for size in sizes]

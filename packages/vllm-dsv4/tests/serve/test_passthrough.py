@@ -47,11 +47,26 @@ def test_words_where_numbers_may_be() -> None:
         given.part("gpu-memory-utilization")
 
 
-@pytest.mark.parametrize("value", ["²", "9" * 5000, "-1", "1.5"])
-def test_what_is_no_whole_number_is_left_to_vllm(value: str) -> None:
+@pytest.mark.parametrize("value", ["²", "-1", "auto"])
+def test_words_are_left_to_vllm(value: str) -> None:
     given = Passthrough([f"--tensor-parallel-size={value}"])
     assert given.integer("tensor-parallel-size") is None
     assert given.has("tensor-parallel-size")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("9" * 5000, "is no whole number"),
+        ("1.5", "'1.5': only k, m, g and t, the powers of 1000, take a fraction; give a whole num"),
+        ("1.5K", "give a whole number or 1.5k"),
+        ("128kk", "'128kk' is no whole number; give one such as 131072, 128K or 131.072k"),
+    ],
+)
+def test_odd_numbers_are_refused(value: str, message: str) -> None:
+    with pytest.raises(OptionError, match=f"--max-model-len: .*{message}") as caught:
+        Passthrough(["--max-model-len", value]).integer("max-model-len")
+    assert len(str(caught.value)) < 400
 
 
 def test_numbers_that_cannot_be() -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import Tensor
 
+from nvfp4_codec.checkpoint.reader import Checkpoint
 from nvfp4_codec.errors import CheckpointError
 from vllm_dsv4 import serve
 from vllm_dsv4.errors import OptionError, PlanError
@@ -18,7 +21,7 @@ from vllm_dsv4.gpus import Gpus, parse_gpus
 from vllm_dsv4.plan import released
 from vllm_dsv4.serve import Command, serve_command
 
-Checkpoint = Callable[..., Path]
+Folder = Callable[..., Path]
 
 CHAT = (
     "--tokenizer-mode deepseek_v4 --enable-auto-tool-choice --tool-call-parser deepseek_v4 "
@@ -62,7 +65,7 @@ def flags(found: Command) -> str:
         ),
     ],
 )  # fmt: skip
-def test_by_gpus(checkpoint: Checkpoint, gpus: str, nodes: int, expected: str) -> None:
+def test_by_gpus(checkpoint: Folder, gpus: str, nodes: int, expected: str) -> None:
     folder = checkpoint("full")
     found = command(folder, gpus=gpus, nodes=nodes)
     assert found.argv[:3] == ("vllm", "serve", str(folder))
@@ -71,7 +74,7 @@ def test_by_gpus(checkpoint: Checkpoint, gpus: str, nodes: int, expected: str) -
 
 @pytest.mark.parametrize("scheme", ["official", "hf", "half_converted"])
 @pytest.mark.parametrize("variant", ["full", "experts"])
-def test_every_checkpoint_of_ours(checkpoint: Checkpoint, variant: str, scheme: str) -> None:
+def test_every_checkpoint_of_ours(checkpoint: Folder, variant: str, scheme: str) -> None:
     assert flags(command(checkpoint(variant, scheme))) == f"{CHAT} --max-model-len auto"
 
 
@@ -88,7 +91,7 @@ def test_every_checkpoint_of_ours(checkpoint: Checkpoint, variant: str, scheme: 
         ("--max-model-len 4096", "--max-model-len auto"),
     ],
 )
-def test_the_user_wins(checkpoint: Checkpoint, words: str, gone: str) -> None:
+def test_the_user_wins(checkpoint: Folder, words: str, gone: str) -> None:
     usual = flags(command(checkpoint("full"), gpus="H200:2"))
     found = flags(command(checkpoint("full"), words, gpus="H200:2"))
     assert gone in usual
@@ -96,7 +99,7 @@ def test_the_user_wins(checkpoint: Checkpoint, words: str, gone: str) -> None:
     assert found.endswith(words)
 
 
-def test_tools_can_be_switched_off(checkpoint: Checkpoint) -> None:
+def test_tools_can_be_switched_off(checkpoint: Folder) -> None:
     found = flags(command(checkpoint("full"), "--no-enable-auto-tool-choice"))
     assert "--tool-call-parser" not in found
 
@@ -109,14 +112,14 @@ def test_tools_can_be_switched_off(checkpoint: Checkpoint) -> None:
         """--kernel-config '{"moe_backend": "marlin"}'""",
     ],
 )
-def test_another_moe_backend_on_blackwell(checkpoint: Checkpoint, words: str) -> None:
+def test_another_moe_backend_on_blackwell(checkpoint: Folder, words: str) -> None:
     found = command(checkpoint("full"), words, gpus="B200:2")
     assert "deep_gemm_mega_moe" not in found.line
     assert "--enable-expert-parallel" in found.argv
     assert not found.plan.deployment.mega_moe
 
 
-def test_given_sizes_decide_the_rest(checkpoint: Checkpoint) -> None:
+def test_given_sizes_decide_the_rest(checkpoint: Folder) -> None:
     found = command(checkpoint("full"), "-tp 1 -dp 2", gpus="B200:2")
     assert "--enable-expert-parallel --moe-backend deep_gemm_mega_moe" in flags(found)
     one = command(checkpoint("full"), "-tp 1", gpus="H200:2")
@@ -124,7 +127,7 @@ def test_given_sizes_decide_the_rest(checkpoint: Checkpoint) -> None:
     assert any("1 of 2 GPUs are used" in note for note in one.notes)
 
 
-def test_options_travel_as_additional_config(checkpoint: Checkpoint) -> None:
+def test_options_travel_as_additional_config(checkpoint: Folder) -> None:
     given = """--port 1 --additional-config '{"other": 1, "vllm_dsv4": {"verify_load": true,
                "attn_dtype": "fp8"}}' --seed 2"""
     found = command(checkpoint("full"), given, options={"attn_dtype": "bf16"})
@@ -141,7 +144,7 @@ def test_options_travel_as_additional_config(checkpoint: Checkpoint) -> None:
 
 
 def test_a_moe_kernel_takes_vllms_fused_layer(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(OptionError, match="moe_kernel is 'some'; installed backends"):
         command(checkpoint("full"), options={"moe_kernel": "some"})
@@ -165,13 +168,13 @@ def test_a_moe_kernel_takes_vllms_fused_layer(
     ],
 )
 def test_wrong_options(
-    checkpoint: Checkpoint, words: str, options: Mapping[str, object], message: str
+    checkpoint: Folder, words: str, options: Mapping[str, object], message: str
 ) -> None:
     with pytest.raises(OptionError, match=message):
         command(checkpoint("full"), words, options=options)
 
 
-def test_speculation_needs_mtp_blocks(checkpoint: Checkpoint) -> None:
+def test_speculation_needs_mtp_blocks(checkpoint: Folder) -> None:
     words = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""
     with pytest.raises(OptionError, match="the checkpoint has no MTP blocks"):
         command(checkpoint("no-mtp"), words)
@@ -182,9 +185,7 @@ def test_speculation_needs_mtp_blocks(checkpoint: Checkpoint) -> None:
         command(checkpoint("no-mtp"), "--speculative-config.method mtp")
 
 
-def test_the_plugin_must_be_allowed(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plugin_must_be_allowed(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other,vllm_dsv4")
     command(checkpoint("full"))
     monkeypatch.setenv("VLLM_PLUGINS", "other")
@@ -193,7 +194,7 @@ def test_the_plugin_must_be_allowed(
 
 
 @pytest.fixture
-def copy(checkpoint: Checkpoint, tmp_path: Path) -> Path:
+def copy(checkpoint: Folder, tmp_path: Path) -> Path:
     return shutil.copytree(checkpoint("full"), tmp_path / "copy")
 
 
@@ -212,15 +213,57 @@ def test_folders_are_refused_before_gpus_are_looked_at(
     with pytest.raises(CheckpointError, match="no config.json"):
         serve_command(empty)
     (copy / "tokenizer.json").rename(copy / "tok")
-    with pytest.raises(CheckpointError, match="no tokenizer.json there"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: absent; .*Copy it from"):
         serve_command(copy)
     (copy / "tok").rename(copy / "tokenizer.json")
     checkpoints.change(copy, lambda tensors: tensors.pop("layers.2.attn.wkv.weight"))
-    with pytest.raises(CheckpointError, match=r"1 tensors are missing: layers.2.attn.wkv.weight"):
+    with pytest.raises(CheckpointError, match=r"expected layers\.2\.attn\.wkv\.weight or"):
         serve_command(copy)
     checkpoints.change_config(copy, lambda config: config.update(model_type="llama"))
     with pytest.raises(CheckpointError, match="model_type is 'llama'"):
         serve_command(copy)
+
+
+def transpose(tensors: dict[str, Tensor]) -> None:
+    name = "layers.2.attn.wq_b.weight_scale"
+    tensors[name] = tensors[name].view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn)
+
+
+def test_what_the_doctor_sees_by_header_is_refused(
+    copy: Path, checkpoints: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "detect_gpus", no_gpu)
+    checkpoints.change(copy, transpose)
+    message = (
+        r"model\.safetensors, tensor layers\.2\.attn\.wq_b\.weight: .*expected.*"
+        r"`vllm-dsv4 doctor .*` says more\. Or go on without this check: --skip-doctor"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        serve_command(copy)
+    assert serve_command(copy, parse_gpus("H200:1"), skip_doctor=True).argv
+
+
+def test_a_number_that_config_json_lacks_is_named(copy: Path, checkpoints: ModuleType) -> None:
+    checkpoints.change_config(copy, lambda config: config.pop("sliding_window"))
+    with pytest.raises(CheckpointError, match=r"config\.json: sliding_window: absent; expected"):
+        command(copy)
+
+
+def test_no_value_is_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """891 GB are judged by their headers, in seconds."""
+
+    def read(*arguments: object) -> None:
+        raise AssertionError("tensor data was read")
+
+    for name in ("tensor", "read_into"):
+        monkeypatch.setattr(Checkpoint, name, read)
+    assert command(copy).argv
+
+
+def test_the_longest_context_is_planned_as_vllm_reads_it(checkpoint: Folder) -> None:
+    for text, tokens in (("2k", 2000), ("2K", 2048), ("auto", 8192)):
+        plan = command(checkpoint("full"), f"--max-model-len {text}").plan
+        assert plan.limits.max_model_len == tokens
 
 
 def test_without_a_tokenizer_if_asked_for(copy: Path) -> None:
@@ -270,7 +313,7 @@ def test_a_kv_cache_that_does_not_exist_is_refused(copy: Path, checkpoints: Modu
     assert "--kv-cache-dtype fp8" in command(copy, "--kv-cache-dtype fp8").line
 
 
-def test_options_in_parts_count_in_the_plan(checkpoint: Checkpoint) -> None:
+def test_options_in_parts_count_in_the_plan(checkpoint: Folder) -> None:
     folder, part = checkpoint("full"), "--additional-config.vllm_dsv4.attn_dtype bf16"
     found = command(folder, part)
     assert found.argv[-2:] == tuple(part.split())
@@ -293,26 +336,26 @@ def test_nvfp4_that_config_json_does_not_claim_is_refused(
         command(copy)
 
 
-def test_the_reason_why_gpus_are_left_over(checkpoint: Checkpoint) -> None:
+def test_the_reason_why_gpus_are_left_over(checkpoint: Folder) -> None:
     for words, reason in (("", "do not divide further"), ("-tp 1", "sizes that were given")):
         notes = command(checkpoint("full"), words, gpus="H200:8").notes
         assert any("of 8 GPUs are used" in note and reason in note for note in notes)
 
 
-def test_ray_is_not_asked_for_where_vllm_spans_nodes_itself(checkpoint: Checkpoint) -> None:
+def test_ray_is_not_asked_for_where_vllm_spans_nodes_itself(checkpoint: Folder) -> None:
     found = command(checkpoint("full"), "--nnodes 2", gpus="H200:1", nodes=2)
     assert not any("Ray" in note for note in found.notes)
     assert "ray" not in found.line
 
 
-def test_the_fused_kernel_is_refused_on_hopper(checkpoint: Checkpoint) -> None:
+def test_the_fused_kernel_is_refused_on_hopper(checkpoint: Folder) -> None:
     with pytest.raises(PlanError, match="runs on Blackwell of the data center only"):
         command(checkpoint("full"), "--moe-backend deep_gemm_mega_moe -ep")
 
 
 def test_large_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Pro on 8 H200 keeps vLLM's steps; on 8 smaller GPUs they shrink; on four it cannot be."""
-    monkeypatch.setattr(serve, "_read", lambda folder, given: released("pro"))
+    monkeypatch.setattr(serve, "read_servable", lambda *_, **__: released("pro"))
     usual = command(tmp_path, gpus="H200:8")
     assert "--max-num-batched-tokens" not in usual.line
     assert any("a context of about" in note for note in usual.notes)
@@ -331,7 +374,7 @@ def test_large_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert any("start Ray on each of them first" in note for note in nodes.notes)
 
 
-def test_the_line_is_quoted_for_a_shell(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_the_line_is_quoted_for_a_shell(checkpoint: Folder, tmp_path: Path) -> None:
     folder = tmp_path / "a folder's name"
     folder.symlink_to(checkpoint("full"))
     found = command(folder, options={"verify_load": True})

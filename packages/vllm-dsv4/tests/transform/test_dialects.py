@@ -44,7 +44,7 @@ class TestIsOurs:
     def test_true(self, block):
         assert is_ours({"model_type": "deepseek_v4", "quantization_config": block})
 
-    @pytest.mark.parametrize("layers", [None, ["x"], {"x": "NVFP4"}])
+    @pytest.mark.parametrize("layers", [None, ["x"], {"x": 4}, {"x": "FP8_PB_WO"}])
     def test_what_is_not_understood_is_not(self, layers):
         block = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
                  "quantized_layers": layers}  # fmt: skip

@@ -61,7 +61,12 @@ def register(commands: Commands) -> None:
         help="the fused kernel (default: where it runs)",
     )
     parser.add_argument("--mtp", action="store_true", help="speculative decoding with MTP blocks")
-    parser.add_argument("--max-model-len", type=_positive, help="default: the model's")
+    parser.add_argument(
+        "--max-model-len",
+        type=_longest,
+        metavar="TOKENS",
+        help="such as 131072, 128k (thousands) or 128K (1024s); default, and auto: the model's",
+    )
     parser.add_argument("--max-num-batched-tokens", type=_positive, help="default: vLLM's")
     parser.add_argument("--max-num-seqs", type=_positive, help="default: vLLM's")
     parser.add_argument("--gpu-memory-utilization", type=_part, default=0.92)
@@ -200,13 +205,19 @@ def _gb(nbytes: int) -> str:
 
 
 def _positive(text: str) -> int:
+    from ..counts import read_count
+
     try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        value = read_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return value
+
+
+def _longest(text: str) -> int | None:
+    return None if text in ("auto", "-1") else _positive(text)
 
 
 def _part(text: str) -> float:

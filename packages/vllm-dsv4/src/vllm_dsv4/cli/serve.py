@@ -41,6 +41,11 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, default=1, help="nodes like this one (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="print the line only")
+    parser.add_argument(
+        "--skip-doctor",
+        action="store_true",
+        help="go on where names, shapes or config.json are not those of a sound checkpoint",
+    )
     add_options(parser)
 
 
@@ -52,7 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
     rest = _after_the_folder(arguments)
     nodes = arguments.nodes
     gpus = parse_gpus(arguments.gpus, nodes) if arguments.gpus else None
-    command = serve_command(arguments.folder, gpus, given_options(arguments), rest, nodes=nodes)
+    command = serve_command(
+        arguments.folder,
+        gpus,
+        given_options(arguments),
+        rest,
+        nodes=nodes,
+        skip_doctor=arguments.skip_doctor,
+    )
     for note in command.notes:
         _log.info("%s", note)
     if arguments.json:

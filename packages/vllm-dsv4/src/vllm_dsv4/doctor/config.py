@@ -17,6 +17,14 @@ _FROM_SOURCE: Final = "Take it from the official config.json; `dsv4-quantize fin
 #: Keys that say which layers there are: nothing but the right value helps.
 _STRUCTURE: Final = ("compress_ratios", "num_hash_layers", "num_nextn_predict_layers")
 _ROPE: Final = ("rope_scaling", "rope_theta", "compress_rope_theta")
+#: Numbers that no tensor shows; without them readers take their own, whatever the model's are.
+_NUMBERS: Final = {
+    "rope_theta": "the base of the rotary embedding in layers without compression",
+    "compress_rope_theta": "the base of the rotary embedding in compressed layers",
+    "sliding_window": "how many tokens each layer sees uncompressed",
+    "index_topk": "how many compressed entries the indexer picks",
+    "max_position_embeddings": "the longest context",
+}
 #: Keys by which loaders choose what to build.
 _CHOICES: Final = ("topk_method", f"{_BLOCK}.quant_method", f"{_BLOCK}.quant_algo")
 
@@ -33,7 +41,15 @@ def look_at_config(config: Mapping[str, Any], known: Iterable[Finding]) -> list[
     for key in sorted(derived - told - set(_ROPE)):
         expected = repr(_value(complete, key))
         findings.append(problem(key, "absent", expected, _FROM_SOURCE, "config-missing-key"))
-    return findings + _rope(config, complete)
+    return findings + _numbers(complete, told) + _rope(config, complete)
+
+
+def _numbers(complete: Mapping[str, Any], told: Container[str]) -> list[Finding]:
+    return [
+        problem(key, "absent", f"a number: {what}", _FROM_SOURCE, "config-lost-key")
+        for key, what in _NUMBERS.items()
+        if complete.get(key) is None and key not in told
+    ]
 
 
 def _filled(config: Mapping[str, Any], complete: Mapping[str, Any]) -> set[str]:

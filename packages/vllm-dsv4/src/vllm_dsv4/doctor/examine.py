@@ -24,18 +24,21 @@ from .diagnosis import Diagnosis, Evidence, Examination, Level, Looked
 from .folder import look_at_strays, open_folder
 from .headers import look_at_headers, look_at_packing
 from .names import look_at_names, sort_names
+from .nibbles import NO_EVIDENCE, look_at_nibbles, nibble_evidence
 from .nibbles import Evidence as NibbleEvidence
-from .nibbles import look_at_nibbles, nibble_evidence
-from .values import Values, look_at_values
+from .values import NOTHING_READ, Values, look_at_values
 
 _REFERENCE: Final = "--reference OFFICIAL tells"
 
 
-def examine(folder: str | Path, reference: str | Path | None = None) -> Examination:
+def examine(
+    folder: str | Path, reference: str | Path | None = None, *, values: bool = True
+) -> Examination:
     """Looks at a checkpoint folder. Needs no GPU and no vLLM, and changes nothing.
 
     reference: the official checkpoint that it was made from, which turns statistics into
-    certainty for the weights that are sampled.
+    certainty for the weights that are sampled. values: False looks at names, headers and
+    config.json only.
 
     Raises CheckpointError for what is no DeepSeek-V4 checkpoint at all.
     """
@@ -48,7 +51,7 @@ def examine(folder: str | Path, reference: str | Path | None = None) -> Examinat
         stack.callback(opened.close)
         model = sort_names(opened)
         other = None if reference is None else stack.enter_context(_open_reference(Path(reference)))
-        return _examine(folder, model, other, started)
+        return _examine(folder, model, other, started, values=values)
 
 
 def _open_reference(folder: Path) -> Model:
@@ -71,7 +74,9 @@ def _unopened(folder: Path, findings: list[Finding], started: float) -> Examinat
     )
 
 
-def _examine(folder: Path, model: Model, reference: Model | None, started: float) -> Examination:
+def _examine(
+    folder: Path, model: Model, reference: Model | None, started: float, *, values: bool
+) -> Examination:
     packing = look_at_packing(model)
     findings = [finding for found in packing.values() for finding in found]
     findings += look_at_names(model, packing)
@@ -81,13 +86,13 @@ def _examine(folder: Path, model: Model, reference: Model | None, started: float
         of_config += check_same_model(model.config, reference.config)
     findings += check_files(model.checkpoint, None) + look_at_strays(model.checkpoint)
     findings = look_at_config(model.config, of_config + findings)
-    values = look_at_values(model, reference)
-    nibbles = nibble_evidence(model)
-    findings += values.findings
+    read = look_at_values(model, reference) if values else NOTHING_READ
+    nibbles = nibble_evidence(model) if values else NO_EVIDENCE
+    findings += read.findings
     if reference is None:
         findings += look_at_nibbles(model, nibbles)
     helped = _helped(model)
-    diagnoses = (_diagnose(f, helped, _compared(model, f, values)) for f in dict.fromkeys(findings))
+    diagnoses = (_diagnose(f, helped, _compared(model, f, read)) for f in dict.fromkeys(findings))
     checkpoint = model.checkpoint
     return Examination(
         shown(str(folder)),
@@ -95,14 +100,14 @@ def _examine(folder: Path, model: Model, reference: Model | None, started: float
         model.scheme,
         _serving(model),
         tuple(sorted(diagnoses, key=_order)),
-        tuple(_open_questions(model, reference, values, nibbles)),
+        tuple(_open_questions(model, reference, read, nibbles)),
         Looked(
             len(checkpoint.paths),
             len(checkpoint),
             len(model.tensors),
-            values.weights,
+            read.weights,
             sum(info.nbytes for info in checkpoint),
-            values.nbytes,
+            read.nbytes,
         ),
         time.monotonic() - started,
     )

@@ -13,9 +13,10 @@ from pathlib import Path
 from nvfp4_codec.checkpoint.files import inside
 from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.reader import Checkpoint, index_name, read_index
-from nvfp4_codec.checkpoint.rewrite import read_config
 from nvfp4_codec.checkpoint.verify import Finding
 from nvfp4_codec.errors import CheckpointError, OutsideFolderError, TruncatedFileError
+
+from ..config_file import config_of
 
 _AGAIN = "Fetch the file again, or write it again."
 _FIXES = {
@@ -40,23 +41,14 @@ _MOST = 100
 def open_folder(folder: Path) -> Checkpoint | list[Finding]:
     """The open checkpoint, or what is wrong with its files.
 
-    Raises CheckpointError where there is no checkpoint at all: no folder, no config.json, no
-    .safetensors file or an index that is no index.
+    Raises CheckpointError where there is no checkpoint at all (no folder, no .safetensors file, an
+    index that is no index), and as `config_of` does.
     """
-    if not folder.exists():
-        raise CheckpointError(
-            "does not exist. Give the folder of a DeepSeek-V4 checkpoint.",
-            file=shown(str(folder)),
-        )
-    if not folder.is_dir() or read_config(folder) is None:
-        raise CheckpointError(
-            "no config.json there. Give the folder of a DeepSeek-V4 checkpoint.",
-            file=shown(str(folder)),
-        )
+    config_of(folder)
     try:
         return Checkpoint.open(folder)
     except CheckpointError as error:
-        index = index_name(folder) if folder.is_dir() else None
+        index = index_name(folder)
         files = _files(folder, index)
         if not files:
             raise

@@ -57,6 +57,9 @@ class Evidence(NamedTuple):
         return self.deviations > _SIGNIFICANT and self.mean > _LEAST_MEAN
 
 
+NO_EVIDENCE: Final = Evidence(0, 0.0, 0.0)
+
+
 def nibble_evidence(model: Model) -> Evidence:
     """Correlations over a few blocks that are spread over the model."""
     found: list[tuple[float, int]] = []
@@ -68,7 +71,7 @@ def nibble_evidence(model: Model) -> Evidence:
             if packed and others:
                 found += _correlations(model, packed, others)
     if not found:
-        return Evidence(0, 0.0, 0.0)
+        return NO_EVIDENCE
     scores = [math.atanh(max(min(r, 0.999), -0.999)) * math.sqrt(n) for r, n in found]
     mean = sum(r for r, _ in found) / len(found)
     return Evidence(len(found), mean, sum(scores) / math.sqrt(len(scores)))

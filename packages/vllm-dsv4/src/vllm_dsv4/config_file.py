@@ -1,0 +1,75 @@
+"""config.json of a folder, refused by key where a value cannot be read for what it is.
+
+What reads one goes through `check_types`, so that everything else may take the types of
+quantization_config for granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from nvfp4_codec.checkpoint.header import shown
+from nvfp4_codec.checkpoint.rewrite import read_config
+from nvfp4_codec.errors import CheckpointError
+
+_BLOCK: Final = "quantization_config"
+_FIX: Final = "Repair it, or export again: exports write the whole block."
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Its config.json; raises CheckpointError where there is none, and as `check_types` does."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            "no such folder. Give the folder of a DeepSeek-V4 checkpoint; one on a hub is "
+            "downloaded first, such as with `hf download`.",
+            file=shown(str(folder)),
+        )
+    config = read_config(folder)
+    if config is None:
+        raise CheckpointError(
+            "no config.json there. Give the folder of a DeepSeek-V4 checkpoint.",
+            file=shown(str(folder)),
+        )
+    check_types(config)
+    return config
+
+
+def check_types(config: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a value of quantization_config that is of an unusable type."""
+    block = config.get(_BLOCK)
+    if block is None:
+        return
+    if not isinstance(block, Mapping):
+        raise _wrong(_BLOCK, block, "an object")
+    _check_layers(block.get("quantized_layers"))
+    for key in ("ignore", "exclude_modules"):
+        names = block.get(key)
+        if names is not None and not (
+            isinstance(names, list) and all(isinstance(name, str) for name in names)
+        ):
+            raise _wrong(f"{_BLOCK}.{key}", names, "a list of module names")
+    size = block.get("weight_block_size")
+    if size is not None and not (
+        isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    ):
+        raise _wrong(f"{_BLOCK}.weight_block_size", size, "a pair of numbers, such as [128, 128],")
+
+
+def _check_layers(layers: object) -> None:
+    key = f"{_BLOCK}.quantized_layers"
+    if layers is None:
+        return
+    if not isinstance(layers, Mapping):
+        raise _wrong(key, layers, 'an object {module: {"quant_algo": ...}}')
+    for module, how in layers.items():
+        if not (isinstance(how, Mapping) and isinstance(how.get("quant_algo", ""), str)):
+            raise _wrong(
+                f"{key}[{str(module)!r}]", how, 'an object such as {"quant_algo": "NVFP4"}'
+            )
+
+
+def _wrong(key: str, found: object, expected: str) -> CheckpointError:
+    message = f"{shown(key)} is {shown(repr(found))}; {expected} is needed. {_FIX}"
+    return CheckpointError(message, file="config.json")
