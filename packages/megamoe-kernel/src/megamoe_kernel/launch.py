@@ -12,6 +12,7 @@ from .models import MoEShape, local_experts
 #: Nanoseconds after which a wait is given up.
 WAIT_LIMIT = 20_000_000_000
 _MOST_WAVE_BLOCKS = 16
+_CTAS = 132  # of an H100 or H200; others only share out less well
 
 
 def static_shape(
@@ -34,10 +35,23 @@ def static_shape(
         shape.intermediate,
         ring_rows,
         block_rows,
-        min(_MOST_WAVE_BLOCKS, ring_blocks // 2),
+        _wave_blocks(ring_blocks // 2, 2 * shape.intermediate // weight_rows),
         weight_rows,
     )
     return f"megamoe::StaticShape<{listed(constants)}>"
+
+
+def _wave_blocks(most: int, l1_tasks: int) -> int:
+    """Blocks of a wave: at most ``most``, a block having l1_tasks of L1.
+
+    Of those up to _MOST_WAVE_BLOCKS the one whose tasks share out best among the CTAs; else some
+    have one more of the long tasks in every wave.
+    """
+
+    def idle(blocks: int) -> float:
+        return -blocks * l1_tasks % _CTAS / (blocks * l1_tasks)
+
+    return min(range(min(_MOST_WAVE_BLOCKS, most), 0, -1), key=idle)
 
 
 def listed(constants: tuple[int, ...]) -> str:

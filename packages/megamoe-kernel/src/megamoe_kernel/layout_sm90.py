@@ -11,8 +11,8 @@ bytes of scales, 72 bytes for 128 values, one bulk copy. In a tile, thread ``i =
 **Columns.** wgmma gives a thread four values of a row in each step of 16 columns. So that these are
 one block's, and a thread needs one scale where it would need four, the columns of K are taken in
 another order than they have in the weights, within every 64: at place ``16 j + 8 h + 2 t + e`` of
-the 64 is column ``16 t + 4 j + 2 h + e`` (0 <= j < 4, 0 <= h, e < 2). Step j of a half c of the tile
-multiplies the places 16 j to 16 j + 15. Tokens come into that order when they are fetched
+the 64 is column ``16 t + 4 j + 2 h + e`` (0 <= j < 4, 0 <= h, e < 2). Step j of a half c of the
+tile multiplies the places 16 j to 16 j + 15. Tokens come into that order when they are fetched
 (stages/place_order.hpp), the intermediate because l1's outputs have it: the 64 outputs that are 64
 columns of l2 stand in the tiles in the order of their places.
 
@@ -24,8 +24,8 @@ with ``h = r // 2``. As BF16 in the register (sign at bits 15 and 31, magnitude 
     w1 = R0 | R1 >> 4 | R2 >> 10 | (Z & 0x180C180C) >> 2   of the second's
     Z = R3 >> 6 of the first step | R3 >> 12 of the second
 
-with rotations to the right; all bits find room. Rotating back and masking with 0x81C081C0 is 8 masks,
-7 shifts and one selection for 16 values. The word of step j is at byte ``2048 c + 16 i + 4 j``.
+with rotations to the right; all bits find room. Rotating back and masking with 0x81C081C0 is 8
+masks, 7 shifts and one selection for 16 values. Step j is at byte ``2048 c + 16 i + 4 j``.
 
 **Scales.** Thread i's two rows have the bytes ``4096 + 256 c + 2 i`` and the next.
 
@@ -120,19 +120,22 @@ def _code_views(weight: Tensor, gate_up: bool) -> tuple[Tensor, Tensor]:
 def _word_view(tiles: Tensor, gate_up: bool) -> Tensor:
     """The codes of tiles as int32, in the dimensions of _code_views."""
     words = tiles.view(torch.int32)[..., : CODE_BYTES // 4].unflatten(-1, (2, 4, 4, 2, 4, 4))
-    return words.unflatten(1, (-1, 2 if gate_up else 1))
+    view: Tensor = words.unflatten(1, (-1, 2 if gate_up else 1))
+    return view
 
 
 def _scale_rows(scale: Tensor, gate_up: bool) -> Tensor:
     """Scale bytes by expert, tile of rows, tile of columns, c, w, g, t, row of the thread."""
     blocks = _row_view(scale, gate_up).unflatten(-1, (-1, 2, 4))
-    return blocks.permute(0, 1, 2, 7, 8, 3, 4, 5, 9, 6)
+    view: Tensor = blocks.permute(0, 1, 2, 7, 8, 3, 4, 5, 9, 6)
+    return view
 
 
 def _scale_view(tiles: Tensor, gate_up: bool) -> Tensor:
     """The scales of tiles, in the dimensions of _scale_rows."""
     scales = tiles[..., CODE_BYTES:].unflatten(-1, (2, 4, 4, 2, 4, 2))
-    return scales.unflatten(1, (-1, 2 if gate_up else 1))
+    view: Tensor = scales.unflatten(1, (-1, 2 if gate_up else 1))
+    return view
 
 
 def _parts(words: Tensor) -> Iterator[tuple[int, slice]]:

@@ -1,4 +1,4 @@
-"""prepare_inputs for NVFP4 as one kernel: no table is copied, and CUDA graphs capture it."""
+"""prepare_inputs as one kernel: nothing else is launched, and CUDA graphs capture it."""
 
 from __future__ import annotations
 
@@ -48,6 +48,59 @@ def prepare_source(dtype: torch.dtype, hidden: int) -> KernelSource:
     )
 
 
+class _CopyArguments(ctypes.Structure):
+    """CopyInputs of impl/prepare_inputs.cuh."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_int64),
+        ("topk_idx", ctypes.c_void_p),
+        ("topk_weights", ctypes.c_void_p),
+        ("to_x", ctypes.c_void_p),
+        ("to_topk_idx", ctypes.c_void_p),
+        ("to_topk_weights", ctypes.c_void_p),
+    )
+
+
+def copy_source(ids: torch.dtype, hidden: int, topk: int) -> KernelSource:
+    """The kernel that copies BF16 hidden states of this width with their routing."""
+    threads = min(_MOST_THREADS, -(-hidden * 2 // (_ALIGNMENT * _WARP)) * _WARP)
+    id_type = {torch.int32: "int32_t", torch.int64: "int64_t"}[ids]
+    return KernelSource(
+        name="copy_inputs",
+        header="megamoe/impl/prepare_inputs.cuh",
+        function=f"megamoe::copy_inputs<{id_type}, {hidden}, {topk}, {threads}>",
+        arguments="megamoe::CopyInputs",
+        threads=threads,
+        targets=TARGETS,
+    )
+
+
+def can_copy(x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> bool:
+    """Whether copy_on_gpu takes these as they lie in memory."""
+    rows = x.stride(1) == 1 and x.stride(0) * x.element_size() % _ALIGNMENT == 0
+    whole = topk_idx.is_contiguous() and topk_weights.is_contiguous()
+    aligned = x.data_ptr() % _ALIGNMENT == 0
+    return x.dtype == torch.bfloat16 and rows and whole and aligned and has_kernel(x.device)
+
+
+def copy_on_gpu(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, sym_buffer: SymmBuffer) -> None:
+    """BF16 ``[T, hidden]`` and its routing into the buffer's first rows, on the current stream."""
+    if x.shape[0] == 0:
+        return
+    kernel = _load_copy(topk_idx.dtype, sym_buffer.hidden, sym_buffer.num_topk, x.device)
+    arguments = _CopyArguments(
+        x.data_ptr(),
+        x.stride(0) * x.element_size(),
+        topk_idx.data_ptr(),
+        topk_weights.data_ptr(),
+        sym_buffer.address("x"),
+        sym_buffer.address("topk_idx"),
+        sym_buffer.address("topk_weights"),
+    )
+    kernel.launch(arguments, (x.shape[0], 1, 1))
+
+
 def has_kernel(device: torch.device) -> bool:
     """Whether there is a target for this device: compute capability 9.0, 10.0 or 10.3."""
     return _target(device) is not None
@@ -84,7 +137,16 @@ def _target(device: torch.device) -> Target | None:
 
 @cache
 def _load(dtype: torch.dtype, hidden: int, device: torch.device) -> LoadedKernel:
-    source, target = prepare_source(dtype, hidden), _target(device)
+    return _loaded(prepare_source(dtype, hidden), device)
+
+
+@cache
+def _load_copy(ids: torch.dtype, hidden: int, topk: int, device: torch.device) -> LoadedKernel:
+    return _loaded(copy_source(ids, hidden, topk), device)
+
+
+def _loaded(source: KernelSource, device: torch.device) -> LoadedKernel:
+    target = _target(device)
     assert target is not None  # has_kernel was asked
     compiled = compile_kernel(source, target)
     return LoadedKernel(compiled.cubin, source.name, target, device, threads=source.threads)

@@ -64,9 +64,10 @@ class Tiling:
         """As many as fit beside the epilogues' tile, the partial sums and the words."""
         tile = self.block_rows * (2 * self.weight_rows + 16)
         partials = (self.split - 1) * self.weight_rows * self.block_rows * 4
-        words = 4 * (5 * num_experts + 2 * experts + 8) + 16  # of the pool, routing, the tile
+        words = 4 * (5 * num_experts + 2 * experts + 8) + 256  # of the pool, routing, the plan
         alignment = 128
-        stage = self.block_rows * 2 * TILE_COLUMNS + self.weight_rows // TILE_ROWS * TILE_BYTES
+        tiles = self.weight_rows // TILE_ROWS
+        stage = self.split * (self.block_rows * 2 * TILE_COLUMNS + tiles * TILE_BYTES)
         left = _SHARED_BYTES - tile - partials - words - alignment
         return min(_MOST_STAGES, left // (stage + 16))
 
@@ -74,7 +75,8 @@ class Tiling:
 #: A launch's registers are shared by its threads when it starts, so what producers give up must be
 #: what consumers take: (168 or 96) times the threads in all.
 TILINGS = (
-    Tiling(0.5, 8, 1, 4, 1, 64, 104),
+    Tiling(0, 16, 2, 1, 1, 56, 224),  # fits every layer, for those that no other fits
+    Tiling(0.5, 8, 2, 2, 1, 64, 104),
     Tiling(1.5, 8, 4, 1, 1, 64, 104),
     Tiling(9, 16, 4, 1, 1, 64, 104),
     Tiling(22, 32, 4, 1, 1, 64, 104),
@@ -85,13 +87,16 @@ TILINGS = (
 
 
 def tilings_of(shape: MoEShape) -> list[Tiling]:
-    """Those whose tasks divide the layer's rows, for ever more tokens."""
-    return [
-        tiling
-        for tiling in TILINGS
-        if shape.hidden % tiling.weight_rows == 0
-        and 2 * shape.intermediate % tiling.weight_rows == 0
-    ]
+    """Those whose tasks and stages divide the layer, for ever more tokens."""
+
+    def fits(tiling: Tiling) -> bool:
+        columns = tiling.split * TILE_COLUMNS
+        sizes = (shape.hidden, shape.intermediate)
+        return all(size % columns == 0 for size in sizes) and all(
+            rows % tiling.weight_rows == 0 for rows in (shape.hidden, 2 * shape.intermediate)
+        )
+
+    return [tiling for tiling in TILINGS if fits(tiling)]
 
 
 def tiling_for(shape: MoEShape, tokens: int) -> Tiling:
@@ -163,7 +168,7 @@ def run_sm90_layer(
     kernel = _load(
         shape, sym_buffer.num_ranks, ring_rows, tiling, int(shared is not None), sym_buffer.device
     )
-    box_rows = min(tiling.block_rows, _MAX_BOX_ROWS)
+    box_rows = _MAX_BOX_ROWS if tiling.block_rows % _MAX_BOX_ROWS == 0 else 8
     arguments = _arguments_type(len(sym_buffer.layout.fields))()
     for name, columns in (("ring_x", shape.hidden), ("ring_h", shape.intermediate)):
         encoded = tensor_map(sym_buffer.address(name), ring_rows, columns, box_rows, _BOX_COLUMNS)

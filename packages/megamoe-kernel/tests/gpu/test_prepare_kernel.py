@@ -48,6 +48,30 @@ def _buffer(hidden: int, tokens: int) -> SymmBuffer:
     return buffer
 
 
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("hidden", [128, 7168])
+def test_bf16_tokens_are_copied_with_their_routing(ids: torch.dtype, hidden: int) -> None:
+    tokens, topk = 5, 6
+    buffer = get_symm_buffer_for_nvfp4_mega_moe(
+        num_experts=8, num_max_tokens_per_rank=tokens + 2, num_topk=topk, hidden=hidden,
+        intermediate=128, activation="bf16", device="cuda",
+    )  # fmt: skip
+    for name in ("x", "topk_idx", "topk_weights"):
+        buffer.field(name).view(torch.uint8).fill_(0xA5)
+    x = torch.randn(tokens, 2 * hidden, device="cuda").bfloat16()[:, :hidden]  # rows apart
+    given = {
+        "x": x,
+        "topk_idx": torch.randint(-1, 8, (tokens, topk), dtype=ids, device="cuda"),
+        "topk_weights": torch.rand(tokens, topk, device="cuda"),
+    }
+    prepare_inputs(x, buffer, topk_idx=given["topk_idx"], topk_weights=given["topk_weights"])
+    for name, wanted in given.items():
+        found = buffer.field(name)
+        assert torch.equal(found[:tokens], wanted.to(found.dtype)), name
+        assert bool((found[tokens:].contiguous().view(torch.uint8) == 0xA5).all()), name
+    buffer.destroy()
+
+
 def _check(buffer: SymmBuffer, x: Tensor) -> None:
     expected = quantize_tokens(x.cpu())
     tokens = x.shape[0]

@@ -38,7 +38,10 @@ def test_blocks_hold_most_experts_tokens() -> None:
     for tokens in (1, 8, 64, 256, 1024, 4096):
         mean = tokens * 8 * PRO.num_topk / PRO.num_experts
         tiling = tiling_for(PRO, tokens * 8)
-        assert mean + 1.2 * mean**0.5 <= tiling.block_rows or tiling.block_rows == TILINGS[-1].block_rows
+        assert (
+            mean + 1.2 * mean**0.5 <= tiling.block_rows
+            or tiling.block_rows == TILINGS[-1].block_rows
+        )
 
 
 def test_narrow_layers_take_small_tasks() -> None:

@@ -11,6 +11,15 @@ from ..errors import BackendError
 from ..jit.driver import driver_version
 from ..jit.nvrtc import find_nvrtc
 from ..jit.targets import RUNS_ON, Target, target_for
+from ..weights import Arch
+
+#: Whose weight layout a target's kernels read.
+LAYOUTS: dict[Target, Arch] = {
+    "sm_90a": "sm_90a",
+    "sm_100a": "sm_100a",
+    "sm_100f": "sm_100a",
+    "sm_103a": "sm_100a",
+}
 
 
 def required_target() -> Target:

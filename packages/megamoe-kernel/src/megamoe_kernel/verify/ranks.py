@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from ..activations import quantize_tokens
-from ..api import prepare_inputs
+from ..api import ACTIVATIONS, LAYER_KERNELS, prepare_inputs
 from ..buffer import get_symm_buffer_for_nvfp4_mega_moe
 from ..errors import BackendError
 from ..models import MoEShape
 from ..reference import Activation, RankTokens, mega_moe
-from ..scalar_kernel import run_scalar_layer
 from .cases import random_weights, spread
-from .checks import BOUNDS, SWIGLU_LIMIT
+from .checks import BOUNDS, SWIGLU_LIMIT, Load, public_layer, scalar_layer
+from .machine import LAYOUTS, required_target
 from .report import Finding
 
 if TYPE_CHECKING:
@@ -53,9 +53,10 @@ def check_gpus(num_ranks: int) -> None:
 
 
 def check_ranks(num_ranks: int, launches: int = LAUNCHES) -> list[Finding]:
-    """The layer without tensor cores over the first GPUs of this host, one finding a rank.
+    """The layer, and the one without tensor cores, over the first GPUs of this host.
 
-    Every launch has unequal numbers of tokens, some ranks none; all use one buffer.
+    Every launch has unequal numbers of tokens, some ranks none; all use one buffer. Findings of
+    each rank: of its buffers, and of each way to compute the layer.
     """
     with tempfile.TemporaryDirectory() as scratch:
         outputs = _run_processes(num_ranks, [*_COMMAND, str(launches), scratch], Path(scratch))
@@ -123,8 +124,14 @@ def main(launches: int, folder: Path) -> None:
     group = dist.group.WORLD
     assert group is not None
     findings = [_check_buffers(group, device)]
-    for activation in get_args(Activation):
-        findings.append(_check_launches(group, device, activation, launches))
+    ways: list[tuple[str, Load, Activation]] = [
+        ("without tensor cores", scalar_layer, activation) for activation in get_args(Activation)
+    ]
+    arch = LAYOUTS[required_target()]
+    if arch in LAYER_KERNELS:
+        ways.append(("layer", public_layer(arch), ACTIVATIONS[arch]))
+    for way in ways:
+        findings.append(_check_launches(group, device, *way, launches))
     dist.destroy_process_group()
     path = folder / f"{rank_idx}.json"
     path.write_text(json.dumps([asdict(finding) for finding in findings]))
@@ -161,7 +168,12 @@ def _check_buffers(group: ProcessGroup, device: torch.device) -> Finding:
 
 
 def _check_launches(
-    group: ProcessGroup, device: torch.device, activation: Activation, launches: int
+    group: ProcessGroup,
+    device: torch.device,
+    way: str,
+    load: Load,
+    activation: Activation,
+    launches: int,
 ) -> Finding:
     rank_idx, num_ranks = group.rank(), group.size()
     buffer = get_symm_buffer_for_nvfp4_mega_moe(
@@ -171,7 +183,7 @@ def _check_launches(
     w13, w2 = (w.to(device) for w in random_weights(_shape(num_ranks), "cpu", _SEED))
     local = buffer.num_experts_per_rank
     mine = slice(rank_idx * local, (rank_idx + 1) * local)
-    l13, l2 = w13.select(mine), w2.select(mine)
+    run = load(w13.select(mine), w2.select(mine))
     cases = []
     for number, counts in enumerate(_token_counts(num_ranks)):
         inputs = list(_inputs(counts, num_ranks, number, device))
@@ -186,13 +198,13 @@ def _check_launches(
         x, ids, weights, wanted = cases[launch % len(cases)]
         y = torch.full_like(x, float("nan"))
         prepare_inputs(x, buffer, topk_idx=ids, topk_weights=weights)
-        run_scalar_layer(y, l13, l2, buffer, swiglu_limit=SWIGLU_LIMIT)
+        run(y, buffer)
         if x.shape[0]:
             error = (y.double() - wanted.double()).norm() / wanted.double().norm()
             worst = torch.maximum(worst, error.nan_to_num(nan=torch.inf))
     failure, error, bound = buffer.failure(), float(worst), BOUNDS[activation]
     buffer.destroy()
-    name = f"rank {rank_idx} of {num_ranks}, {activation}, {launches} launches"
+    name = f"rank {rank_idx} of {num_ranks}, {way}, {activation}, {launches} launches"
     if failure is not None or error == float("inf"):
         note = str(failure or "values that are not finite")
         return Finding("ranks", name, "failed", None, bound, note)

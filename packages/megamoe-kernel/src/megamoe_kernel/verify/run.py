@@ -8,9 +8,7 @@ from typing import get_args
 import torch
 
 from ..api import ACTIVATIONS
-from ..jit.targets import Target
 from ..reference import Activation
-from ..weights import Arch
 from .cases import CASES, PRO, TINY
 from .checks import (
     check_layer,
@@ -19,18 +17,11 @@ from .checks import (
     public_layer,
     scalar_layer,
 )
-from .machine import describe, required_target
+from .machine import LAYOUTS, describe, required_target
 from .ranks import check_gpus, check_ranks
 from .report import Finding, Report
 from .timing import time_prepare_inputs
 
-#: Whose weight layout a target's kernels read.
-LAYOUTS: dict[Target, Arch] = {
-    "sm_90a": "sm_90a",
-    "sm_100a": "sm_100a",
-    "sm_100f": "sm_100a",
-    "sm_103a": "sm_100a",
-}
 _MOST_SCALAR_TOKENS = 64
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -45,6 +45,24 @@ MEGAMOE_FN float fma_rn(float a, float b, float c) {
 MEGAMOE_FN float at_most(float value, float limit) { return value > limit ? limit : value; }
 MEGAMOE_FN float at_least(float value, float limit) { return value < limit ? limit : value; }
 
+// a / b rounded once, for b from 1 to infinity. On a GPU without the branch that a division has for
+// operands near the ends of the exponent: several of them can then be under way at once.
+MEGAMOE_FN float div_by_at_least_1(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  const float scale = b > 0x1p64f ? 0x1p-64f : 1.0f;  // else the reciprocal may be subnormal
+  const float divisor = mul_rn(b, scale);
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(divisor));
+  reciprocal = fma_rn(fma_rn(-divisor, reciprocal, 1.0f), reciprocal, reciprocal);
+  float quotient = mul_rn(a, reciprocal);
+  quotient = fma_rn(fma_rn(-divisor, quotient, a), reciprocal, quotient);
+  quotient = fma_rn(fma_rn(-divisor, quotient, a), reciprocal, quotient);
+  return as_bits(b) == 0x7F800000u ? mul_rn(a, 0.0f) : mul_rn(quotient, scale);
+#else
+  return a / b;
+#endif
+}
+
 // e^x within a relative error of 2^-22 for x from -86; below, e^-86. From 89 on, infinity.
 //
 // Built from exactly rounded operations, unlike a device's ex2.approx or a host's expf, so that an

@@ -106,4 +106,36 @@ __device__ void prepare_inputs(const PrepareInputs& arguments) {
   }
 }
 
+// Hidden states that are BF16 already, and routing, to the buffer as they are: one kernel where
+// three copies would be three.
+struct CopyInputs {
+  const void* x;
+  int64_t row_bytes;  // from one token to the next
+  const void* topk_idx;
+  const float* topk_weights;
+  void* to_x;  // BF16 [T, hidden]
+  int64_t* to_topk_idx;
+  float* to_topk_weights;
+};
+
+// A CTA copies a token's hidden states, and its routing. Id: of topk_idx.
+template <class Id, int kHidden, int kTopk, int kThreads>
+__device__ void copy_inputs(const CopyInputs& arguments) {
+  const int64_t token = blockIdx.x;
+  constexpr int kChunks = kHidden * 2 / kChunkBytes;
+  const auto* from = reinterpret_cast<const Chunk*>(static_cast<const uint8_t*>(arguments.x) +
+                                                    token * arguments.row_bytes);
+  Chunk* to = static_cast<Chunk*>(arguments.to_x) + token * kChunks;
+#pragma unroll
+  for (int first = 0; first < kChunks; first += kThreads) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    if (i < kChunks) to[i] = from[i];
+  }
+  for (int i = threadIdx.x; i < kTopk; i += kThreads) {
+    const int64_t at = token * kTopk + i;
+    arguments.to_topk_idx[at] = static_cast<const Id*>(arguments.topk_idx)[at];
+    arguments.to_topk_weights[at] = arguments.topk_weights[at];
+  }
+}
+
 }  // namespace megamoe

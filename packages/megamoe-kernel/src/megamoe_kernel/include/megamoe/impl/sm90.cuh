@@ -30,7 +30,16 @@ struct Sm90Arguments {
 
 inline constexpr int kMostShared = 226 * 1024;  // of the 227 KiB that a CTA can have on Hopper
 
-// Shared memory: the stages, a tile for the epilogues, sums to be added, words, the tile's barriers.
+// What consumers have to know of a task. Finding it out takes a microsecond, so the warp that stores
+// does it ahead of them.
+struct PlannedTask {
+  Task task;
+  Block block;  // without rows: there is no further task
+  float alpha, alpha_up;
+};
+inline constexpr int kPlanned = 4;  // places for them in shared memory; the last is free
+
+// Shared memory: the stages, a tile for the epilogues, sums to be added, words, the tile's barriers, the plan.
 template <class Tiling, class Shape>
 struct Sm90Shared {
   static constexpr int kPartials =
@@ -39,7 +48,8 @@ struct Sm90Shared {
   static constexpr int kPartialsAt = kTileAt + shared_tile_bytes<Bf16>(Shape{});
   static constexpr int kWordsAt = kPartialsAt + kPartials;
   static constexpr int kHandoffAt = kWordsAt + 4 * shared_words(Shape{});
-  static constexpr int kBytes = kHandoffAt + 16;
+  static constexpr int kPlanAt = kHandoffAt + 16;
+  static constexpr int kBytes = kPlanAt + kPlanned * static_cast<int>(sizeof(PlannedTask));
 };
 
 // What all roles of a CTA know.
@@ -51,42 +61,69 @@ struct Sm90Cta {
   const Pool<Shape>& pool;
   const Stages<Tiling, Shape>& stages;
   const TileHandoff& handoff;
+  PlannedTask* plan;
   uint8_t* tile;
   float* partials;
+};
+
+// Plans this CTA's tasks one by one; one warp.
+template <class Tiling, Machine M, class Shape>
+class Planner {
+ public:
+  __device__ __forceinline__ Planner(M& m, const Sm90Cta<Tiling, Shape>& cta)
+      : m_(m), cta_(cta),
+        tasks_(cta.shape, cta.pool.num_blocks(), m.cta_idx(), m.num_ctas()) {}
+
+  __device__ __forceinline__ void plan_next() {
+    PlannedTask next{};
+    if (tasks_.next(next.task)) {
+      next.block = cta_.pool.block(next.task.block);
+      const bool is_l1 = next.task.layer == Layer::kL1;
+      const bool is_shared = next.block.expert == cta_.shape.num_local_experts;
+      const Sm90Arguments& arguments = cta_.arguments;
+      const Sm90Weights& weights = is_l1 ? is_shared ? arguments.shared_w13 : arguments.w13
+                                   : is_shared ? arguments.shared_w2 : arguments.w2;
+      const float* alpha = weights.alpha + (is_shared ? 0 : next.block.expert) * (is_l1 ? 2 : 1);
+      next.alpha = mul_rn(alpha[0], kDecodedScale);
+      next.alpha_up = is_l1 ? mul_rn(alpha[1], kDecodedScale) : 0.0f;
+    }
+    if (lane_idx(m_) == 0) cta_.plan[count_ % kPlanned] = next;
+    ++count_;
+  }
+
+ private:
+  M& m_;
+  const Sm90Cta<Tiling, Shape>& cta_;
+  TaskCursor<Shape> tasks_;
+  uint32_t count_ = 0;
 };
 
 // Consumers: sums of one task to the tile; count: its number among this CTA's. False if a wait was
 // given up.
 template <class Tiling, Machine M, class Shape>
 __device__ __forceinline__ bool sm90_task(M& m, const Group& computers,
-                                          const Sm90Cta<Tiling, Shape>& cta, const Task& task,
+                                          const Sm90Cta<Tiling, Shape>& cta,
+                                          const PlannedTask& planned,
                                           const StageCursor<Tiling::stages>& at, int steps,
                                           uint32_t count) {
-  const Sm90Arguments& arguments = cta.arguments;
-  const Block block = cta.pool.block(task.block);
-  const bool is_shared = block.expert == cta.shape.num_local_experts;
-  const int expert = is_shared ? 0 : block.expert, thread = computers.thread(m);
+  const int thread = computers.thread(m);
   Sm90Sums<Tiling, Shape::block_rows> sums;
   sums.warpgroup = static_cast<int>(m.shuffle(thread / kWarpgroup, 0));  // the compiler sees: uniform
   sums.thread = thread % kWarpgroup;
-  sums.rows = block.rows;
+  sums.rows = planned.block.rows;
   bool ok;
-  if (Tiling::narrow < Shape::block_rows && block.rows <= Tiling::narrow) {
+  if (Tiling::narrow < Shape::block_rows && sums.rows <= Tiling::narrow) {
     ok = sums.template accumulate<Tiling::narrow>(m, cta.stages, at, steps);
   } else {
     ok = sums.template accumulate<Shape::block_rows>(m, cta.stages, at, steps);
   }
   if (!cta.handoff.wait_free(m, count)) ok = false;
   if (!sums.reduce(m, computers, cta.partials, ok)) return false;
-  if (task.layer == Layer::kL1) {
-    const float* alpha = (is_shared ? arguments.shared_w13 : arguments.w13).alpha + 2 * expert;
-    l1_to_tile<Bf16>(m, cta.shape, cta.mine, task, block,
-                     {mul_rn(alpha[0], kDecodedScale), mul_rn(alpha[1], kDecodedScale), 0.0f,
-                      arguments.limit},
-                     sums, cta.tile);
+  if (planned.task.layer == Layer::kL1) {
+    l1_to_tile<Bf16>(m, cta.shape, cta.mine, planned.task, planned.block,
+                     {planned.alpha, planned.alpha_up, 0.0f, cta.arguments.limit}, sums, cta.tile);
   } else {
-    const float* alpha = (is_shared ? arguments.shared_w2 : arguments.w2).alpha + expert;
-    l2_to_tile(cta.shape, mul_rn(alpha[0], kDecodedScale), sums, cta.tile);
+    l2_to_tile(cta.shape, planned.alpha, sums, cta.tile);
   }
   m.sync_warp();
   if (sums.phase() == 0 && lane_idx(m) == 0) ptx::barrier_arrive(cta.handoff.full);
@@ -97,31 +134,36 @@ __device__ __forceinline__ bool sm90_task(M& m, const Group& computers,
 template <class Tiling, Machine M, class Shape>
 __device__ __forceinline__ bool sm90_compute(M& m, const Group& computers,
                                              const Sm90Cta<Tiling, Shape>& cta) {
-  TaskCursor<Shape> tasks(cta.shape, cta.pool.num_blocks(), m.cta_idx(), m.num_ctas());
   StageCursor<Tiling::stages> at;
-  uint32_t count = 0;
-  for (Task task; tasks.next(task); ++count) {
-    const int steps = task_steps(cta.shape, task.layer);
-    if (!sm90_task(m, computers, cta, task, at, steps, count)) return false;
+  for (uint32_t count = 0;; ++count) {
+    const PlannedTask planned = cta.plan[count % kPlanned];
+    if (planned.block.rows == 0) return cta.handoff.wait_free(m, count);
+    const int steps = task_steps<Tiling>(cta.shape, planned.task.layer);
+    if (!sm90_task(m, computers, cta, planned, at, steps, count)) return false;
     at.advance(steps);
   }
-  return cta.handoff.wait_free(m, count);
 }
 
-// One warp: what consumers leave in the tile goes to the ring or home.
+// One warp: what consumers leave in the tile goes to the ring or home. The plan is three tasks ahead
+// of it: a task's place is written again after its tile is full, when nobody reads it any more, and
+// consumers that begin a task have seen the tile of the task before the last one free, when the
+// task's plan was there.
 template <class Tiling, Machine M, class Shape>
-__device__ __forceinline__ void sm90_store(M& m, const Group& storers,
+__device__ __forceinline__ void sm90_store(M& m, const Group& storer, const Group& readers,
                                            const Sm90Cta<Tiling, Shape>& cta) {
-  TaskCursor<Shape> tasks(cta.shape, cta.pool.num_blocks(), m.cta_idx(), m.num_ctas());
-  uint32_t count = 0;
-  for (Task task; tasks.next(task); ++count) {
-    if (!cta.handoff.wait_full(m, count)) return;
-    const Block block = cta.pool.block(task.block);
-    if (task.layer == Layer::kL1) {
-      l1_store_tile<Bf16>(m, storers, cta.shape, cta.mine, task, block, cta.tile);
+  Planner<Tiling, M, Shape> planner(m, cta);
+  for (int i = 0; i < kPlanned - 1; ++i) planner.plan_next();
+  readers.sync(m);
+  for (uint32_t count = 0;; ++count) {
+    planner.plan_next();
+    m.sync_warp();
+    const PlannedTask planned = cta.plan[count % kPlanned];
+    if (planned.block.rows == 0 || !cta.handoff.wait_full(m, count)) return;
+    if (planned.task.layer == Layer::kL1) {
+      l1_store_tile<Bf16>(m, storer, cta.shape, cta.mine, planned.task, planned.block, cta.tile);
     } else {
-      l2_store_tile<Bf16>(m, storers, cta.shape, cta.arguments.buffers, task, block,
-                          cta.arguments.output, cta.tile);
+      l2_store_tile<Bf16>(m, storer, cta.shape, cta.arguments.buffers, planned.task,
+                          planned.block, cta.arguments.output, cta.tile);
     }
     if (lane_idx(m) == 0) ptx::barrier_arrive(cta.handoff.free);
   }
@@ -153,6 +195,7 @@ __device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
   const Group everyone{3, 0, kWarpgroup + kConsumers};
   const Group fetcher{4, 2 * kWarpSize, kWarpSize}, storer{5, 3 * kWarpSize, kWarpSize};
   const Group first_fetchers{6, 2 * kWarpSize, 2 * kWarpSize + kConsumers};
+  const Group planners{7, 3 * kWarpSize, kWarpSize + kConsumers};
   const uint32_t launch = launch_number(m, mine);
   const uint32_t handoff_at = ptx::shared_address(shared + Shared::kHandoffAt);
   const TileHandoff handoff{handoff_at, handoff_at + 8};
@@ -170,12 +213,14 @@ __device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
   Pool<Shape> pool(shape, words);
   pool.build(m, everyone, mine, arguments.num_tokens);
   const Sm90Cta<Tiling, Shape> cta{
-      shape, arguments, mine, pool, stages, handoff, shared + Shared::kTileAt,
+      shape, arguments, mine, pool, stages, handoff,
+      reinterpret_cast<PlannedTask*>(shared + Shared::kPlanAt), shared + Shared::kTileAt,
       reinterpret_cast<float*>(shared + Shared::kPartialsAt)};
   const int blocks = pool.num_blocks();
   const int first = first_blocks(shape, blocks, m.num_ctas() * first_fetchers.num_warps());
-  const auto fetch_blocks = [&](const Group& group, int begin, int end) {
-    return fetch<Bf16, InPlaceOrder>(m, group, shape, arguments.buffers, pool, begin, end);
+  const auto fetch_blocks = [&]<int kInFlight>(const Group& group, int begin, int end) {
+    return fetch<Bf16, InPlaceOrder, kInFlight>(m, group, shape, arguments.buffers, pool, begin,
+                                                end);
   };
 
   if (threadIdx.x < kWarpgroup) {
@@ -197,15 +242,16 @@ __device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
     } else if (warp == 1) {
       const void* const maps[2] = {arguments.token_map, arguments.hidden_map};
       copy_tokens(m, shape, mine, pool, stages, maps);
-    } else if (fetch_blocks(first_fetchers, 0, first)) {
+    } else if (fetch_blocks.template operator()<8>(first_fetchers, 0, first)) {
       if (warp == 2) {
-        fetch_blocks(fetcher, first, blocks);
+        fetch_blocks.template operator()<8>(fetcher, first, blocks);
       } else {
-        sm90_store(m, storer, cta);
+        sm90_store(m, storer, planners, cta);
       }
     }
   } else {
-    fetch_blocks(first_fetchers, 0, first);  // waits for nothing
+    fetch_blocks.template operator()<14>(first_fetchers, 0, first);  // waits for nothing
+    planners.sync(m);
     if constexpr (Tiling::consumer_registers > 0) {
       ptx::registers_up<Tiling::consumer_registers>();
     }

@@ -70,6 +70,8 @@ MEGAMOE_WGMMA(16, "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, %10, %11", "%12",
               MEGAMOE_D4(0), MEGAMOE_D4(4))
 MEGAMOE_WGMMA(32, MEGAMOE_N16, "%16, %17, %18, %19", "%20",
               MEGAMOE_D16(0))
+MEGAMOE_WGMMA(40, MEGAMOE_N16 ", %16, %17, %18, %19", "%20, %21, %22, %23", "%24",
+              MEGAMOE_D16(0), MEGAMOE_D4(16))
 MEGAMOE_WGMMA(48, MEGAMOE_N16 ", %16, %17, %18, %19, %20, %21, %22, %23", "%24, %25, %26, %27", "%28",
               MEGAMOE_D16(0), MEGAMOE_D4(16), MEGAMOE_D4(20))
 MEGAMOE_WGMMA(64, MEGAMOE_N32, "%32, %33, %34, %35", "%36",

@@ -13,6 +13,7 @@ template <Machine M, class Shape>
 MEGAMOE_FN void combine(M& m, const Group& group, const Shape& shape, const Fields& mine,
                         int num_tokens, uint16_t* output) {
   constexpr int kValues = kChunkBytes / 2;  // of one lane
+  constexpr int kTogether = 6;              // slots
   const int chunks = shape.hidden / kValues;
   const int thread = m.cta_idx() * group.num_threads + group.thread(m);
   const int num_threads = m.num_ctas() * group.num_threads;
@@ -27,16 +28,33 @@ MEGAMOE_FN void combine(M& m, const Group& group, const Shape& shape, const Fiel
         total[j] = fp32_from_bf16(static_cast<uint16_t>(shared.word[j / 2] >> j % 2 * 16));
       }
     }
-    for (int k = 0; k < shape.num_topk; ++k) {
-      const int slot = token * shape.num_topk + k;
-      if (expert_of_slot(m, shape, mine.topk_idx(), slot) < 0) continue;
-      const float weight = m.load(&mine.topk_weights()[slot]);
-      const Chunk part =
-          m.load(reinterpret_cast<const Chunk*>(mine.slots()) + int64_t{slot} * chunks + chunk);
+    for (int first = 0; first < shape.num_topk; first += kTogether) {
+      // All on their way before the first is used.
+      bool is_there[kTogether];
+      float weight[kTogether] = {};
+      Chunk part[kTogether] = {};
       MEGAMOE_UNROLL
-      for (int j = 0; j < kValues; ++j) {
-        const uint16_t value = static_cast<uint16_t>(part.word[j / 2] >> j % 2 * 16);
-        total[j] = add_rn(total[j], mul_rn(weight, fp32_from_bf16(value)));
+      for (int k = 0; k < kTogether; ++k) {
+        const int slot = token * shape.num_topk + first + k;
+        is_there[k] = first + k < shape.num_topk &&
+                      expert_of_slot(m, shape, mine.topk_idx(), slot) >= 0;
+      }
+      MEGAMOE_UNROLL
+      for (int k = 0; k < kTogether; ++k) {
+        if (!is_there[k]) continue;
+        const int slot = token * shape.num_topk + first + k;
+        weight[k] = m.load(&mine.topk_weights()[slot]);
+        part[k] =
+            m.load(reinterpret_cast<const Chunk*>(mine.slots()) + int64_t{slot} * chunks + chunk);
+      }
+      MEGAMOE_UNROLL
+      for (int k = 0; k < kTogether; ++k) {
+        if (!is_there[k]) continue;
+        MEGAMOE_UNROLL
+        for (int j = 0; j < kValues; ++j) {
+          const uint16_t value = static_cast<uint16_t>(part[k].word[j / 2] >> j % 2 * 16);
+          total[j] = add_rn(total[j], mul_rn(weight[k], fp32_from_bf16(value)));
+        }
       }
     }
     Chunk rounded;

@@ -29,13 +29,14 @@ MEGAMOE_FN Source source_of_row(M& m, const Shape& shape, const RankBuffers& buf
           m.load(&theirs.routes()[pool.routed_begin(rank, expert) + left])};
 }
 
-// One warp brings `chunks` pieces of 16 bytes from a peer; put(i, piece) stores one. A lane has
-// several loads on their way before it stores: a load over NVLink takes more than a microsecond.
-template <Machine M, class Put>
+// One warp brings `chunks` pieces of 16 bytes from a peer; put(i, piece, is_there) stores one, all
+// lanes together. A lane has several loads on their way before it stores: a load over NVLink takes
+// more than a microsecond.
+template <int kInFlight, Machine M, class Put>
 MEGAMOE_FN void bring_chunks(M& m, const Chunk* from, int chunks, Put put) {
-  constexpr int kInFlight = 8;
-  for (int first = lane_idx(m); first < chunks; first += kInFlight * kWarpSize) {
-    Chunk held[kInFlight];
+  for (int begin = 0; begin < chunks; begin += kInFlight * kWarpSize) {
+    const int first = begin + lane_idx(m);
+    Chunk held[kInFlight] = {};
     MEGAMOE_UNROLL
     for (int i = 0; i < kInFlight; ++i) {
       const int at = first + i * kWarpSize;
@@ -44,7 +45,7 @@ MEGAMOE_FN void bring_chunks(M& m, const Chunk* from, int chunks, Put put) {
     MEGAMOE_UNROLL
     for (int i = 0; i < kInFlight; ++i) {
       const int at = first + i * kWarpSize;
-      if (at < chunks) put(at, held[i]);
+      put(at, held[i], at < chunks);
     }
   }
 }
@@ -52,13 +53,13 @@ MEGAMOE_FN void bring_chunks(M& m, const Chunk* from, int chunks, Put put) {
 // Where a token's values lie in the ring: as they are.
 struct InOrder {
   template <Machine M>
-  MEGAMOE_FN static void store(M& m, uint8_t* row, int idx, const Chunk& chunk) {
-    m.store(reinterpret_cast<Chunk*>(row) + idx, chunk);
+  MEGAMOE_FN static void store(M& m, uint8_t* row, int idx, const Chunk& chunk, bool is_there) {
+    if (is_there) m.store(reinterpret_cast<Chunk*>(row) + idx, chunk);
   }
 };
 
 // One warp: a token into row `row` of a ring slot.
-template <class Format, class Order, Machine M, class Shape>
+template <class Format, class Order, int kInFlight, Machine M, class Shape>
 MEGAMOE_FN void fetch_token(M& m, const Shape& shape, const RankBuffers& buffers, int slot,
                             int row, Source source) {
   const Fields mine{buffers, m.rank_idx()}, theirs{buffers, static_cast<int>(source.rank)};
@@ -68,9 +69,11 @@ MEGAMOE_FN void fetch_token(M& m, const Shape& shape, const RankBuffers& buffers
   const int ring_row = slot * shape.block_rows + row;
   const int bytes = Format::bytes(shape.hidden);
   uint8_t* to = mine.ring_x() + int64_t{ring_row} * bytes;
-  bring_chunks(m, reinterpret_cast<const Chunk*>(theirs.x() + int64_t{token} * bytes),
-               bytes / kChunkBytes,
-               [&](int idx, const Chunk& chunk) { Order::store(m, to, idx, chunk); });
+  const auto* from = reinterpret_cast<const Chunk*>(theirs.x() + int64_t{token} * bytes);
+  bring_chunks<kInFlight>(m, from, bytes / kChunkBytes,
+                          [&](int idx, const Chunk& chunk, bool is_there) {
+                            Order::store(m, to, idx, chunk, is_there);
+                          });
   if constexpr (Format::kHasScales) {
     const int words = shape.hidden / kValuesPerScaleWord;
     uint32_t* scales = mine.ring_x_sf() + int64_t{slot} * scale_words(shape, shape.hidden);
@@ -83,8 +86,8 @@ MEGAMOE_FN void fetch_token(M& m, const Shape& shape, const RankBuffers& buffers
 }
 
 // All warps of the group, in every CTA: the tokens of the blocks from first_block up to, not
-// including, last_block. False if a wait was given up.
-template <class Format, class Order = InOrder, Machine M, class Shape>
+// including, last_block. kInFlight: of a lane's loads. False if a wait was given up.
+template <class Format, class Order = InOrder, int kInFlight = 8, Machine M, class Shape>
 MEGAMOE_FN bool fetch(M& m, const Group& group, const Shape& shape, const RankBuffers& buffers,
                       const Pool<Shape>& pool, int first_block, int last_block) {
   const Fields mine{buffers, m.rank_idx()};
@@ -104,7 +107,7 @@ MEGAMOE_FN bool fetch(M& m, const Group& group, const Shape& shape, const RankBu
     }
     const Source source =
         source_of_row(m, shape, buffers, pool, block.expert, block.first_row + row);
-    fetch_token<Format, Order>(m, shape, buffers, gates.slot(block_idx).idx, row, source);
+    fetch_token<Format, Order, kInFlight>(m, shape, buffers, gates.slot(block_idx).idx, row, source);
     m.sync_warp();
     if (lane_idx(m) == 0) gates.token_arrived(m, block_idx, row + 1 == block.rows, block.rows);
   }

@@ -1,8 +1,8 @@
 // sm_90a: weights and tokens through a ring of stages in shared memory, weights decoded in registers.
 //
-// A stage is 128 columns of K: the task's tiles of weights as they lie in memory, and the block's
-// tokens as boxes in the swizzle of 128 bytes. One warp copies weights, another tokens, so weights
-// run ahead while tokens are waited for. A consumer warpgroup takes its tiles from shared memory to
+// A stage is some tiles of K, 128 columns each: the task's tiles of weights as they lie in memory,
+// and the block's tokens as boxes in the swizzle of 128 bytes. One warp copies weights, another
+// tokens, so weights run ahead while tokens are waited for. A consumer warpgroup takes its tiles from shared memory to
 // registers, decodes them, and multiplies: operand A never goes back to shared memory.
 #pragma once
 
@@ -23,7 +23,8 @@ inline constexpr int kBoxColumns = 64;  // BF16: the 128 bytes of the swizzle
 inline constexpr int kMaxBoxRows = 16;
 
 // How the consumer warpgroups share a task. groups x split warpgroups; each group has `tiles` tiles
-// of rows of its own, and the warpgroups of a group take turns with the stages and sum up at the end.
+// of rows of its own, and each of its warpgroups one of a stage's `split` tiles of K. These sum up at
+// the end.
 // narrow: tokens up to which a block is multiplied as one of so many; block_rows: there are none.
 template <int kGroups, int kSplit, int kTiles, int kNarrow, int kStages, int kProducerRegisters,
           int kConsumerRegisters>
@@ -35,24 +36,25 @@ struct Sm90Tiling {
   static constexpr int warpgroups = groups * split;
   static constexpr int task_tiles = groups * tiles;
   static constexpr int weight_rows = task_tiles * kTileRows;
-  static constexpr int weight_bytes = task_tiles * kTileBytes;  // of a stage
+  static constexpr int columns = split * kTileColumns;                  // of a stage
+  static constexpr int weight_bytes = task_tiles * split * kTileBytes;  // of a stage
 };
 
 template <class Shape>
 MEGAMOE_FN constexpr int box_rows(const Shape& shape) {
-  return shape.block_rows < kMaxBoxRows ? shape.block_rows : kMaxBoxRows;
+  return shape.block_rows % kMaxBoxRows == 0 ? kMaxBoxRows : 8;
 }
 
 // Stages of a task.
-template <class Shape>
+template <class Tiling, class Shape>
 MEGAMOE_FN constexpr int task_steps(const Shape& shape, Layer layer) {
-  return (layer == Layer::kL1 ? shape.hidden : shape.intermediate) / kTileColumns;
+  return (layer == Layer::kL1 ? shape.hidden : shape.intermediate) / Tiling::columns;
 }
 
 // The ring of stages, in shared memory. Tokens first: boxes want 1024-byte addresses.
 template <class Tiling, class Shape>
 struct Stages {
-  static constexpr int kTokenBytes = Shape::block_rows * kTileColumns * 2;
+  static constexpr int kTokenBytes = Shape::block_rows * Tiling::columns * 2;
   static constexpr int kTokensAt = 0;
   static constexpr int kWeightsAt = kTokensAt + Tiling::stages * kTokenBytes;
   static constexpr int kBarriersAt = kWeightsAt + Tiling::stages * Tiling::weight_bytes;
@@ -67,11 +69,13 @@ struct Stages {
   __device__ __forceinline__ uint32_t address(int at) const {
     return base_address + static_cast<uint32_t>(at);
   }
-  __device__ __forceinline__ uint32_t tokens(int stage) const {
-    return address(kTokensAt + stage * kTokenBytes);
+  // phase: which tile of K.
+  __device__ __forceinline__ uint32_t tokens(int stage, int phase) const {
+    return address(kTokensAt + stage * kTokenBytes + phase * (kTokenBytes / Tiling::split));
   }
-  __device__ __forceinline__ const uint8_t* weights(int stage, int tile) const {
-    return base + kWeightsAt + stage * Tiling::weight_bytes + tile * kTileBytes;
+  __device__ __forceinline__ const uint8_t* weights(int stage, int tile, int phase) const {
+    return base + kWeightsAt + stage * Tiling::weight_bytes +
+           (tile * Tiling::split + phase) * kTileBytes;
   }
   __device__ __forceinline__ uint32_t full(int stage) const {
     return address(kBarriersAt + stage * 16);
@@ -82,7 +86,7 @@ struct Stages {
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < Tiling::stages; ++stage) {
       ptx::barrier_init(full(stage), 2);  // who copies weights, who copies tokens
-      ptx::barrier_init(free(stage), Tiling::groups * kWarpgroup / kWarpSize);
+      ptx::barrier_init(free(stage), Tiling::warpgroups * kWarpgroup / kWarpSize);
     }
     ptx::fence_barrier_init();
   }
@@ -94,11 +98,8 @@ struct StageCursor {
   int stage = 0;
   uint32_t round = 0;
 
-  template <int kCount>
   __device__ __forceinline__ void advance() {
-    static_assert(kCount <= kStages);
-    stage += kCount;
-    if (stage >= kStages) stage -= kStages, ++round;
+    if (++stage == kStages) stage = 0, ++round;
   }
   __device__ __forceinline__ void advance(int count) {
     stage += count;
@@ -161,19 +162,20 @@ __device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Poo
   TaskCursor<Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   StageCursor<Tiling::stages> at;
   for (Task task; tasks.next(task);) {
-    const int steps = task_steps(shape, task.layer);
+    const int steps = task_steps<Tiling>(shape, task.layer);
+    const int64_t row_bytes = int64_t{steps} * Tiling::split * kTileBytes;  // of a tile of rows
     const uint8_t* from = weights(task.layer, pool.block(task.block).expert) +
-                          int64_t{task.part} * Tiling::task_tiles * steps * kTileBytes;
-    for (int step = 0; step < steps; ++step, at.template advance<1>()) {
+                          task.part * Tiling::task_tiles * row_bytes;
+    for (int step = 0; step < steps; ++step, at.advance()) {
       if (!wait_phase(m, stages.free(at.stage), at.round + 1)) return;
       if (lane_idx(m) == 0) {
         ptx::barrier_arrive_expect(stages.full(at.stage), Tiling::weight_bytes);
       }
       m.sync_warp();
       if (const int tile = lane_idx(m); tile < Tiling::task_tiles) {
-        ptx::copy_bulk(ptx::shared_address(stages.weights(at.stage, tile)),
-                       from + (tile * steps + step) * kTileBytes, kTileBytes,
-                       stages.full(at.stage));
+        constexpr int kPiece = Tiling::split * kTileBytes;
+        ptx::copy_bulk(ptx::shared_address(stages.weights(at.stage, tile, 0)),
+                       from + tile * row_bytes + step * kPiece, kPiece, stages.full(at.stage));
       }
     }
   }
@@ -187,6 +189,7 @@ __device__ __forceinline__ void copy_tokens(M& m, const Shape& shape, const Fiel
                                             const Stages<Tiling, Shape>& stages,
                                             const void* const (&maps)[2]) {
   constexpr int kBoxRows = box_rows(Shape{}), kBoxBytes = kBoxRows * kBoxColumns * 2;
+  constexpr int kPanels = Tiling::columns / kBoxColumns, kPanelBytes = Shape::block_rows * 128;
   const Gates<Bf16, Shape> gates(shape, mine);
   TaskCursor<Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   StageCursor<Tiling::stages> at;
@@ -199,20 +202,21 @@ __device__ __forceinline__ void copy_tokens(M& m, const Shape& shape, const Fiel
     }
     if (m.ballot(ok) != kAllLanes) return;
     ptx::fence_proxy_async();  // in each lane that copies
-    const int steps = task_steps(shape, task.layer);
+    const int steps = task_steps<Tiling>(shape, task.layer);
     const int row = gates.slot(task.block).idx * shape.block_rows;
     // What lies in the other rows is multiplied too, and stored nowhere.
     const int boxes = ceil_div(pool.block(task.block).rows, kBoxRows);
-    for (int step = 0; step < steps; ++step, at.template advance<1>()) {
+    for (int step = 0; step < steps; ++step, at.advance()) {
       if (!wait_phase(m, stages.free(at.stage), at.round + 1)) return;
       if (lane_idx(m) == 0) {
-        ptx::barrier_arrive_expect(stages.full(at.stage), 2 * boxes * kBoxBytes);
+        ptx::barrier_arrive_expect(stages.full(at.stage), kPanels * boxes * kBoxBytes);
       }
       m.sync_warp();
-      if (const int half = lane_idx(m) / 16, box = lane_idx(m) % 16; box < boxes) {
-        ptx::copy_box(stages.tokens(at.stage) + half * shape.block_rows * 128 + box * kBoxBytes,
-                      maps[!is_l1], step * kTileColumns + half * kBoxColumns, row + box * kBoxRows,
-                      stages.full(at.stage));
+      for (int i = lane_idx(m); i < kPanels * boxes; i += kWarpSize) {
+        const int panel = i % kPanels, box = i / kPanels;
+        ptx::copy_box(stages.tokens(at.stage, 0) + panel * kPanelBytes + box * kBoxBytes,
+                      maps[!is_l1], step * Tiling::columns + panel * kBoxColumns,
+                      row + box * kBoxRows, stages.full(at.stage));
       }
     }
   }
@@ -241,34 +245,45 @@ struct Sm90Sums {
       MEGAMOE_UNROLL
       for (int i = 0; i < kValues; ++i) d[tile][i] = 0.0f;
     }
-    bool ok = true;
+    constexpr int kBatches = 2 * Tiling::tiles;  // of a stage: the halves of each tile
+    // Two warpgroups alone fetch from shared memory before they need it; four hide it for each other.
+    constexpr bool kAhead = Tiling::tiles > 1;
     const bool leads = thread % kWarpSize == 0;
     uint32_t held = 0;  // the barrier of a stage that is read until the next batch's wait
-    at.advance(phase());
-    for (int step = phase(); step < steps; step += Tiling::split, at.template advance<Tiling::split>()) {
-      if (!wait_phase(m, stages.full(at.stage), at.round)) ok = false;
-      const uint64_t tokens = ptx::descriptor_k_major(stages.tokens(at.stage));
-      // Two batches in a row, each with registers of its own for A: what ptxas follows. More of
-      // them in one body, and it would wait after each wgmma.
-      _Pragma("unroll 1")
-      for (int pair = 0; pair < Tiling::tiles; ++pair) {
-        uint32_t fragment[2][4][4];
+    bool ok = wait_phase(m, stages.full(at.stage), at.round);
+    // Two of each: while one is decoded or multiplied, the next one is on its way.
+    Half half[2];
+    uint32_t fragment[2][4][4];
+    if (kAhead) load(stages, at.stage, 0, half[0]);
+    for (int step = 0; step < steps; ++step) {
+      const uint64_t tokens = ptx::descriptor_k_major(stages.tokens(at.stage, phase()));
+      const uint32_t free = stages.free(at.stage);
+      MEGAMOE_UNROLL
+      for (int i = 0; i < kBatches; ++i) {
+        if (!kAhead) load(stages, at.stage, i, half[i % 2]);
+        if (kAhead && i + 1 < kBatches) load(stages, at.stage, i + 1, half[(i + 1) % 2]);
+        decode(half[i % 2], fragment[i % 2]);
+        ptx::wgmma_fence();
         MEGAMOE_UNROLL
-        for (int b = 0; b < 2; ++b) {
-          const int tile = Tiling::tiles == 1 ? 0 : b, half = Tiling::tiles == 1 ? b : pair;
-          decode(stages.weights(at.stage, group() * Tiling::tiles + tile), half, fragment[b]);
-          ptx::wgmma_fence();
-          MEGAMOE_UNROLL
-          for (int i = 0; i < 4; ++i) {
-            ptx::wgmma(reinterpret_cast<float(&)[kWidth / 2]>(d[tile]), fragment[b][i],
-                       ptx::descriptor_plus(tokens, half * kHalfTokens + i * 32));
-          }
-          ptx::wgmma_commit();
-          ptx::wgmma_wait<1>();
-          if (b == 0 && pair == 0 && leads && held != 0) ptx::barrier_arrive(held);
+        for (int j = 0; j < 4; ++j) {
+          ptx::wgmma(reinterpret_cast<float(&)[kWidth / 2]>(d[i % Tiling::tiles]),
+                     fragment[i % 2][j],
+                     ptx::descriptor_plus(tokens, i / Tiling::tiles * kHalfTokens + j * 32));
         }
+        ptx::wgmma_commit();
+        if (kAhead && i + 1 == kBatches && step + 1 < steps) {
+          at.advance();
+          if (!wait_phase(m, stages.full(at.stage), at.round)) ok = false;
+          load(stages, at.stage, 0, half[0]);
+        }
+        ptx::wgmma_wait<1>();
+        if (i == 0 && leads && held != 0) ptx::barrier_arrive(held);
       }
-      held = stages.free(at.stage);
+      held = free;
+      if (!kAhead && step + 1 < steps) {
+        at.advance();
+        if (!wait_phase(m, stages.full(at.stage), at.round)) ok = false;
+      }
     }
     ptx::wgmma_wait<0>();
     if (leads && held != 0) ptx::barrier_arrive(held);
@@ -320,16 +335,26 @@ struct Sm90Sums {
   }
 
  private:
-  // Half of a tile of weights: four steps.
-  __device__ __forceinline__ void decode(const uint8_t* tile, int half, uint32_t (&fragment)[4][4]) {
-    const Chunk codes = reinterpret_cast<const Chunk*>(tile + half * (kTileCodeBytes / 2))[thread];
+  // What a thread has of half a tile, four steps, as it lies in memory.
+  struct Half {
+    Chunk codes;
+    uint16_t scales;
+  };
+  template <class Shape>
+  __device__ __forceinline__ void load(const Stages<Tiling, Shape>& stages, int stage, int batch,
+                                       Half& to) const {
+    const int tile = batch % Tiling::tiles, half = batch / Tiling::tiles;
+    const uint8_t* from = stages.weights(stage, group() * Tiling::tiles + tile, phase());
+    to.codes = reinterpret_cast<const Chunk*>(from + half * (kTileCodeBytes / 2))[thread];
+    to.scales = reinterpret_cast<const uint16_t*>(from + kTileCodeBytes +
+                                                  half * (kTileScaleBytes / 2))[thread];
+  }
+  __device__ __forceinline__ static void decode(const Half& half, uint32_t (&fragment)[4][4]) {
     uint32_t scales[2];
-    decode_scales(reinterpret_cast<const uint16_t*>(tile + kTileCodeBytes +
-                                                    half * (kTileScaleBytes / 2))[thread],
-                  scales);
+    decode_scales(half.scales, scales);
     MEGAMOE_UNROLL
     for (int i = 0; i < 4; i += 2) {
-      decode_steps(codes.word[i], codes.word[i + 1], scales,
+      decode_steps(half.codes.word[i], half.codes.word[i + 1], scales,
                    reinterpret_cast<uint32_t(&)[2][4]>(fragment[i]));
     }
   }

@@ -11,7 +11,7 @@ MEGAMOE_FN float swiglu(float gate, float up, float limit) {
   gate = at_most(gate, limit);
   up = at_most(at_least(up, -limit), limit);
   const float sigmoid_divisor = add_rn(1.0f, exp_above_minus_86(-gate));
-  return mul_rn(div_rn(gate, sigmoid_divisor), up);
+  return mul_rn(div_by_at_least_1(gate, sigmoid_divisor), up);
 }
 
 struct RequantizedPair {
