@@ -1,12 +1,12 @@
 """config.json of a folder, refused by key where a value cannot be read for what it is.
 
 What reads one goes through `check_types`, so that everything else may take the types of
-quantization_config for granted.
+quantization_config, and of the lists and counts that say which layers there are, for granted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,29 @@ from nvfp4_codec.errors import CheckpointError
 
 _BLOCK: Final = "quantization_config"
 _FIX: Final = "Repair it, or export again: exports write the whole block."
+_FROM_SOURCE: Final = "Take it from the official config.json."
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _are_words(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+_LAYERS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
+    "compress_ratios": (_are_counts, "a list of numbers, one for each layer,"),
+    "layer_types": (_are_words, "a list of words, one for each layer,"),
+    "mlp_layer_types": (_are_words, "a list of words, one for each layer,"),
+    "num_hash_layers": (_is_count, "a number of layers"),
+    "num_nextn_predict_layers": (_is_count, "a number of MTP blocks"),
+    "dspark_target_layer_ids": (lambda value: isinstance(value, list), "a list of layers"),
+}
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -37,7 +60,11 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def check_types(config: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a value of quantization_config that is of an unusable type."""
+    """Raises CheckpointError for a value of an unusable type: see the module."""
+    for key, (fits, expected) in _LAYERS.items():
+        value = config.get(key)
+        if value is not None and not fits(value):
+            raise _wrong(key, value, expected, _FROM_SOURCE)
     block = config.get(_BLOCK)
     if block is None:
         return
@@ -46,9 +73,7 @@ def check_types(config: Mapping[str, Any]) -> None:
     _check_layers(block.get("quantized_layers"))
     for key in ("ignore", "exclude_modules"):
         names = block.get(key)
-        if names is not None and not (
-            isinstance(names, list) and all(isinstance(name, str) for name in names)
-        ):
+        if names is not None and not _are_words(names):
             raise _wrong(f"{_BLOCK}.{key}", names, "a list of module names")
     size = block.get("weight_block_size")
     if size is not None and not (
@@ -70,6 +95,6 @@ def _check_layers(layers: object) -> None:
             )
 
 
-def _wrong(key: str, found: object, expected: str) -> CheckpointError:
-    message = f"{shown(key)} is {shown(repr(found))}; {expected} is needed. {_FIX}"
+def _wrong(key: str, found: object, expected: str, fix: str = _FIX) -> CheckpointError:
+    message = f"{shown(key)} is {shown(repr(found))}; {expected} is needed. {fix}"
     return CheckpointError(message, file="config.json")

@@ -29,7 +29,8 @@ def read_servable(folder: Path, given: Passthrough, *, skip_doctor: bool = False
             [
                 found
                 for found in examine(folder, values=False).findings
-                if found.level == "error" and not (elsewhere and found.code == "missing-file")
+                if found.level == "error"
+                and not (elsewhere and found.code in ("missing-file", "damaged-file"))
             ],
             " Or go on without this check: --skip-doctor.",
         )

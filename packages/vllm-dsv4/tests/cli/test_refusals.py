@@ -88,6 +88,43 @@ def test_a_value_of_an_unusable_type(
     assert "Repair it, or export again" in said
 
 
+LAYERS = {
+    "compress_ratios": ([[0], 128, 4, 128, 0], "is [[0], 128, 4, 128, 0]; a list of numbers"),
+    "layer_types": (4, "is 4; a list of words"),
+    "mlp_layer_types": ([["moe"]], "is [['moe']]; a list of words"),
+    "num_hash_layers": ("x", "is 'x'; a number of layers"),
+    "num_nextn_predict_layers": (-3, "is -3; a number of MTP blocks"),
+    "dspark_target_layer_ids": (2, "is 2; a list of layers"),
+}
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan", "serve", "prepare"])
+@pytest.mark.parametrize("key", LAYERS)
+def test_layers_of_an_unusable_type(
+    command: str, key: str, copy: Path, checkpoints: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    value, message = LAYERS[key]
+    checkpoints.change_config(copy, lambda config: config.update({key: value}))
+    said = refusal(command, copy, capsys)
+    assert f"file config.json: {key} {message}" in said
+    assert said.endswith("Take it from the official config.json.")
+
+
+@pytest.mark.parametrize("command", ["plan", "serve"])
+@pytest.mark.parametrize("key", ["index_topk", "sliding_window", "max_position_embeddings"])
+@pytest.mark.parametrize("value", [10**400, -3, "x", True], ids=["huge", "negative", "word", "yes"])
+def test_a_size_that_none_can_be_planned_with(
+    command: str, key: str, value: object, copy: Path, checkpoints: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A number of 400 digits was a traceback, a word was taken for the default."""
+    checkpoints.change_config(copy, lambda config: config.update({key: value}))
+    said = refusal(command, copy, capsys)
+    assert f"config.json: {key} is {repr(value)[:9]}" in said
+    assert "a positive whole number is needed. Take it from the official config.json." in said
+
+
 @pytest.mark.parametrize("case", CONFIGS)
 def test_the_plugin_refuses_it_of_a_model_on_a_hub(case: str, checkpoint: Folder) -> None:
     edit, message = CONFIGS[case]

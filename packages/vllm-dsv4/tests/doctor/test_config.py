@@ -70,7 +70,7 @@ def test_every_gap_is_named(check, only, case: str):
 @pytest.mark.parametrize(
     "key",
     ["rope_theta", "compress_rope_theta", "sliding_window", "index_topk",
-     "max_position_embeddings"],
+     "max_position_embeddings", "routed_scaling_factor"],
 )  # fmt: skip
 def test_a_number_that_nothing_else_tells_is_missed(check, only, key: str, tiny):
     for reference in (None, tiny):
@@ -78,6 +78,72 @@ def test_a_number_that_nothing_else_tells_is_missed(check, only, key: str, tiny)
         assert (found.code, found.tensor, found.level) == ("config-lost-key", key, "error")
         assert "official config.json" in found.fix or "source's config.json" in found.fix
         assert found.effect == "Nothing else in the folder says it: loading stops, or guesses."
+
+
+NO_NUMBERS = {
+    "rope_theta": "10000", "compress_rope_theta": -1.0, "sliding_window": 128.5,
+    "index_topk": [512], "max_position_embeddings": 10**400, "routed_scaling_factor": {},
+    "swiglu_limit": "ten", "rms_norm_eps": 0, "hc_eps": True, "hc_sinkhorn_iters": "20",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", NO_NUMBERS)
+def test_a_number_that_is_none_is_named(check, only, key: str):
+    found = only(check(put(key, NO_NUMBERS[key])))
+    assert (found.code, found.tensor, found.level) == ("config-value", key, "error")
+    assert found.found.startswith(repr(NO_NUMBERS[key])[:9])
+    assert found.expected.startswith("a positive")
+
+
+def put_rope(key: str, value: object) -> Any:
+    return lambda content: content.config["rope_scaling"].update({key: value})
+
+
+def without_a_kind(content: Any) -> None:
+    for key in ("type", "rope_type"):
+        content.config["rope_scaling"].pop(key)
+
+
+SCALINGS = {
+    "a word": (put("rope_scaling", "yarn"), "config-value", "rope_scaling"),
+    "no kind": (without_a_kind, "rope-missing", "rope_scaling.type"),
+    "a kind that is none": (put_rope("rope_type", ["yarn"]), "rope-missing", "rope_scaling.type"),
+    "no factor": (put_rope("factor", None), "rope-missing", "rope_scaling.factor"),
+    "no length": (put_rope("original_max_position_embeddings", None), "rope-missing",
+                  "rope_scaling.original_max_position_embeddings"),
+    "a factor that is none": (put_rope("factor", "16"), "config-value", "rope_scaling.factor"),
+    "a beta that is none": (put_rope("beta_slow", -1), "config-value", "rope_scaling.beta_slow"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SCALINGS)
+def test_a_rope_that_vllm_cannot_scale_by_is_named(check, only, case: str):
+    """Without a kind it scales by nothing and says nothing."""
+    change, code, key = SCALINGS[case]
+    found = only(check(change))
+    assert (found.code, found.tensor, found.level) == (code, key, "error")
+
+
+def test_nor_one_that_is_nested(check):
+    def change(content: Any) -> None:
+        content.config["rope_scaling"].pop("factor")
+        nest(content)
+
+    found = {f.tensor: (f.code, f.level) for f in check(change).findings}
+    assert found.pop("rope_parameters.compress.factor") == ("rope-missing", "error")
+    assert found == {"rope_parameters": ("nested-rope", "handled")}
+
+
+def test_half_of_a_nested_rope_is_no_flat_one(check):
+    def change(content: Any) -> None:
+        nest(content)
+        del content.config["rope_parameters"]["compress"]
+
+    found = {f.tensor: (f.code, f.level) for f in check(change).findings}
+    assert found == {
+        "rope_parameters.type": ("rope-missing", "error"),
+        "rope_scaling": ("config-missing-key", "handled"),
+    }
 
 
 def test_thetas_in_a_nested_rope_are_not_missed(check):

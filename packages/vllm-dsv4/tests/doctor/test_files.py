@@ -132,6 +132,46 @@ def test_no_tokenizer(folder: Path):
     assert [(f.code, f.tensor) for f in made.findings] == [("missing-file", "tokenizer.json")]
 
 
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def lead_elsewhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+
+
+def be_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [(cut, "not JSON"), (lead_elsewhere, "leaves the folder"), (be_a_pipe, "not a regular file")],
+    ids=["truncated", "link", "pipe"],
+)
+def test_a_tokenizer_that_cannot_be_read(
+    folder: Path, name: str, damage: Callable[[Path], None], what: str
+):
+    damage(folder / name)
+    (found,) = examine(folder).findings
+    assert (found.code, found.tensor, found.level) == ("damaged-file", name, "error")
+    assert what in found.found
+
+
+def test_a_tokenizer_in_the_hub_s_cache(folder: Path):
+    """A snapshot there is links into the folder beside it, which are followed."""
+    snapshot, blobs = (folder.parent / name for name in ("snapshots/1", "blobs"))
+    snapshot.parent.mkdir()
+    folder.rename(snapshot)
+    blobs.mkdir()
+    (snapshot / "tokenizer.json").rename(blobs / "2")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/2")
+    assert examine(snapshot).healthy
+
+
 def test_an_unfinished_run(folder: Path):
     (folder / ".nvfp4-progress.json").write_text("{}")
     assert [f.code for f in examine(folder).findings] == ["unfinished"]

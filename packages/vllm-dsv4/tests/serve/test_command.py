@@ -60,6 +60,16 @@ def test_the_doctor_can_be_skipped(
     assert call(*(own if before else ()), folder, *(() if before else own)) == 0
 
 
+def test_a_damaged_tokenizer_does_not_matter_where_another_is_given(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint("full"), tmp_path / "copy")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: .*damaged-file"):
+        call(folder, "--gpus", "H200:1", "--dry-run")
+    assert call(folder, "--gpus", "H200:1", "--dry-run", "--tokenizer", "elsewhere") == 0
+
+
 def test_a_missing_folder_is_all_that_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         call("--dry-run")

@@ -39,6 +39,7 @@ CATALOGUE: Final[dict[str, Row]] = {
         "or loading stops."
     ),
     "missing-file": Row("The server starts without what turns text into tokens, or stops."),
+    "damaged-file": Row("The server stops at it, or waits for it, before it answers."),
     "unfinished": Row("Some shards are older than others, or not written yet."),
     "index-size": Row(
         "Nothing reads it while loading; the index may be of another export.", "always"

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from nvfp4_codec.checkpoint.deepseek_v4.quantization import OLDER
 from nvfp4_codec.checkpoint.deepseek_v4.structure import problem
+from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.verify import Finding
 
 from ..stored import complete_config
@@ -24,7 +25,16 @@ _NUMBERS: Final = {
     "sliding_window": "how many tokens each layer sees uncompressed",
     "index_topk": "how many compressed entries the indexer picks",
     "max_position_embeddings": "the longest context",
+    "routed_scaling_factor": "what the sum of the routed experts is multiplied by",
 }
+#: The same in every DeepSeek-V4, and in vLLM where config.json has none.
+_USUAL: Final = ("swiglu_limit", "rms_norm_eps", "hc_eps", "hc_sinkhorn_iters")
+_WHOLE: Final = (
+    "sliding_window", "index_topk", "max_position_embeddings", "hc_sinkhorn_iters",
+    "original_max_position_embeddings",
+)  # fmt: skip
+#: vLLM keeps them in 32 bits.
+_MOST: Final = 2**31
 #: Keys by which loaders choose what to build.
 _CHOICES: Final = ("topk_method", f"{_BLOCK}.quant_method", f"{_BLOCK}.quant_algo")
 
@@ -41,15 +51,31 @@ def look_at_config(config: Mapping[str, Any], known: Iterable[Finding]) -> list[
     for key in sorted(derived - told - set(_ROPE)):
         expected = repr(_value(complete, key))
         findings.append(problem(key, "absent", expected, _FROM_SOURCE, "config-missing-key"))
-    return findings + _numbers(complete, told) + _rope(config, complete)
+    return findings + _numbers(complete, told) + _rope(config, complete, told)
 
 
 def _numbers(complete: Mapping[str, Any], told: Container[str]) -> list[Finding]:
-    return [
+    absent = [
         problem(key, "absent", f"a number: {what}", _FROM_SOURCE, "config-lost-key")
         for key, what in _NUMBERS.items()
         if complete.get(key) is None and key not in told
     ]
+    present = {key: complete.get(key) for key in (*_NUMBERS, *_USUAL) if key not in told}
+    return absent + _no_numbers(present)
+
+
+def _no_numbers(values: Mapping[str, object], within: str = "") -> list[Finding]:
+    """What is there and is no number that such a key can have."""
+    findings = []
+    for key, value in values.items():
+        types = (int,) if key in _WHOLE else (int, float)
+        if value is None or (type(value) in types and 0 < value <= _MOST):  # type: ignore[operator]
+            continue
+        expected = "a positive whole number" if key in _WHOLE else "a positive number"
+        findings.append(
+            problem(within + key, shown(repr(value)), expected, _FROM_SOURCE, "config-value")
+        )
+    return findings
 
 
 def _filled(config: Mapping[str, Any], complete: Mapping[str, Any]) -> set[str]:
@@ -82,9 +108,12 @@ def _refined(finding: Finding, derived: Container[str]) -> Finding:
     return finding
 
 
-def _rope(config: Mapping[str, Any], complete: Mapping[str, Any]) -> list[Finding]:
-    if config.get("rope_scaling") is not None:
-        return []
+def _rope(
+    config: Mapping[str, Any], complete: Mapping[str, Any], told: Container[str]
+) -> list[Finding]:
+    flat = config.get("rope_scaling")
+    if flat is not None:
+        return [] if "rope_scaling" in told else _scaling(flat, "rope_scaling")
     nested = config.get("rope_parameters")
     if complete.get("rope_scaling") is None:
         return [
@@ -99,6 +128,31 @@ def _rope(config: Mapping[str, Any], complete: Mapping[str, Any]) -> list[Findin
     if isinstance(nested, Mapping) and isinstance(nested.get("compress"), Mapping):
         found = "nested as {main, compress}, as transformers writes it"
         return [
-            problem("rope_parameters", found, "rope_scaling, flat", _FROM_SOURCE, "nested-rope")
+            problem("rope_parameters", found, "rope_scaling, flat", _FROM_SOURCE, "nested-rope"),
+            *_scaling(nested["compress"], "rope_parameters.compress"),
         ]
-    return [problem("rope_scaling", "absent", "a value", _FROM_SOURCE, "config-missing-key")]
+    return [
+        problem("rope_scaling", "absent", "a value", _FROM_SOURCE, "config-missing-key"),
+        *_scaling(nested, "rope_parameters"),
+    ]
+
+
+def _scaling(rope: object, key: str) -> list[Finding]:
+    """Whether vLLM can scale by it (0.33.0: models/deepseek_v4/common/rope.py): it takes a kind
+    that is absent for no scaling, and YaRN by two numbers.
+    """
+    if not isinstance(rope, Mapping):
+        return [problem(key, shown(repr(rope)), "an object", _FROM_SOURCE, "config-value")]
+    kind = rope.get("rope_type") or rope.get("type")
+    if not isinstance(kind, str):
+        found = "absent" if kind is None else shown(repr(kind))
+        return [problem(f"{key}.type", found, "a word: 'yarn'", _FROM_SOURCE, "rope-missing")]
+    needed = ("factor", "original_max_position_embeddings") if "yarn" in kind else ()
+    absent = [
+        problem(f"{key}.{name}", "absent", "a number: YaRN scales by it", _FROM_SOURCE,
+                "rope-missing")
+        for name in needed
+        if rope.get(name) is None
+    ]  # fmt: skip
+    optional = ("beta_fast", "beta_slow")
+    return absent + _no_numbers({n: rope.get(n) for n in (*needed, *optional)}, f"{key}.")

@@ -21,7 +21,7 @@ from ..stored import is_ours
 from .catalogue import CATALOGUE, Handled, Row
 from .config import look_at_config
 from .diagnosis import Diagnosis, Evidence, Examination, Level, Looked
-from .folder import look_at_strays, open_folder
+from .folder import look_at_documents, look_at_strays, open_folder
 from .headers import look_at_headers, look_at_packing
 from .names import look_at_names, sort_names
 from .nibbles import NO_EVIDENCE, look_at_nibbles, nibble_evidence
@@ -85,6 +85,7 @@ def _examine(
     if reference is not None:
         of_config += check_same_model(model.config, reference.config)
     findings += check_files(model.checkpoint, None) + look_at_strays(model.checkpoint)
+    findings += look_at_documents(model.checkpoint.root)
     findings = look_at_config(model.config, of_config + findings)
     read = look_at_values(model, reference) if values else NOTHING_READ
     nibbles = nibble_evidence(model) if values else NO_EVIDENCE

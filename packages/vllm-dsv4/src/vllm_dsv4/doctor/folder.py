@@ -10,7 +10,7 @@ import os
 from itertools import islice
 from pathlib import Path
 
-from nvfp4_codec.checkpoint.files import inside
+from nvfp4_codec.checkpoint.files import inside, read_small, strict_json
 from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.reader import Checkpoint, index_name, read_index
 from nvfp4_codec.checkpoint.verify import Finding
@@ -26,6 +26,7 @@ _FIXES = {
     "index-disagrees": "Fetch index and files again; they are of different checkpoints.",
     "shard-truncated": _AGAIN,
     "damaged-shard": _AGAIN,
+    "damaged-file": _AGAIN,
 }
 _EXPECTED = {
     "index-outside-folder": "a plain name of a file in the folder",
@@ -33,7 +34,11 @@ _EXPECTED = {
     "index-disagrees": "each tensor in the file that the index names, and nowhere else",
     "shard-truncated": "all the data that its header describes",
     "damaged-shard": "a safetensors file",
+    "damaged-file": "a file of JSON in the folder",
 }
+#: What vLLM reads besides config.json and weights, where it is there; a tokenizer has 10 MB.
+_DOCUMENTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_LARGEST = 256 << 20
 #: A hostile index may name millions of files.
 _MOST = 100
 
@@ -75,6 +80,20 @@ def look_at_strays(checkpoint: Checkpoint) -> list[Finding]:
         for name in names
         if name != file
     ]
+
+
+def look_at_documents(folder: Path) -> list[Finding]:
+    """Small files that cannot be read: vLLM stops at them, and waits for a pipe without end."""
+    findings = []
+    for name in _DOCUMENTS:
+        if not os.path.lexists(folder / name):
+            continue
+        try:
+            path = inside(folder, name, str(folder))
+            strict_json(read_small(path, _LARGEST, name), name)
+        except CheckpointError as error:
+            findings.append(_finding("damaged-file", error, name))
+    return findings
 
 
 def _files(folder: Path, index: str | None) -> list[str]:

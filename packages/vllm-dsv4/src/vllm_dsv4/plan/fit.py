@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+from nvfp4_codec.checkpoint.header import shown
 
 from ..errors import PlanError
 from ..gpus import Gpus
@@ -19,6 +21,8 @@ from .weights import Part, weights
 LEAST_CONTEXT = 4096
 #: The context for which tables say how many requests are served at once.
 USUAL_CONTEXT = 8192
+#: Of a number in config.json, which vLLM keeps in 32 bits.
+_MOST: Final = 2**31
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ def _stage(
 def context_of(stored: Stored) -> int:
     """The model's own longest context; raises PlanError where config.json does not say."""
     found = _integer(stored, "max_position_embeddings", 0)
-    if found < 1:
+    if found == 0:
         raise PlanError(
             "config.json has no max_position_embeddings: take it from the official checkpoint, or "
             "give --max-model-len."
@@ -187,5 +191,13 @@ def context_of(stored: Stored) -> int:
 
 
 def _integer(stored: Stored, key: str, default: int) -> int:
+    """A number of config.json, or the default if there is none; raises PlanError for no number."""
     value = stored.config.get(key)
-    return value if isinstance(value, int) else default
+    if value is None:
+        return default
+    if type(value) is not int or not 0 < value <= _MOST:
+        raise PlanError(
+            f"config.json: {key} is {shown(repr(value))}; a positive whole number is needed. Take "
+            "it from the official config.json."
+        )
+    return value
