@@ -170,6 +170,28 @@ def test_exponents_in_half_of_a_pair_are_suspected(check, only):
     assert (found.level, found.evidence) == ("suspected", "statistics")
 
 
+def test_codes_without_dimensions_are_named(check):
+    def change(content: Any) -> None:
+        content.tensors[f"{W2}.weight"] = content.tensors[f"{W2}.weight"][0, 0].clone()
+
+    found = {finding.code: finding.tensor for finding in check(change).findings}
+    assert found["shape-mismatch"] == f"{W2}.weight"
+
+
+def test_even_exponents_in_half_of_a_pair_are_suspected(check, only):
+    """No two of the bytes are neighbours, but they have more than two mantissas."""
+
+    def change(content: Any) -> None:
+        name = f"{W3}.weight_scale"
+        rows, columns = content.tensors[name].shape
+        exponents = 112 + 2 * (torch.arange(rows * columns // 2, dtype=torch.uint8) % 6)
+        pairs = exponents.view(rows, -1).repeat_interleave(2, dim=1)
+        content.tensors[name] = pairs.contiguous().view(E4M3)
+
+    found = only(check(change))
+    assert (found.code, found.tensor) == ("e8m0-read-as-e4m3", f"{W3}.weight")
+
+
 def test_a_padded_scale_is_a_swizzled_one(check, only):
     def change(content: Any) -> None:
         name = "layers.2.attn.indexer.weights_proj"

@@ -166,7 +166,7 @@ def _packed_kind(
 
 def logical_shape(weight: TensorInfo) -> tuple[int, ...]:
     """The unpacked shape of E2M1 codes; gpt-oss splits K into blocks of 16 bytes."""
-    if weight.dtype == "F4":
+    if weight.dtype == "F4" or not weight.shape:
         return weight.shape
     if weight.name.endswith("_blocks") and len(weight.shape) >= 3:
         return (*weight.shape[:-2], 2 * weight.shape[-2] * weight.shape[-1])

@@ -72,7 +72,7 @@ def _is_rescaled_cast(model: Model, finding: Finding) -> bool:
 
     A cast from MXFP4 has such pairs too, and one mantissa, by which the codec tells it apart; but
     a second one where scales were clamped at 448 and then got their pair's weight_scale_2. E8M0
-    exponents fill consecutive bytes, E4M3 powers of two lie eight apart.
+    exponents fill consecutive bytes, E4M3 powers of two lie eight apart, with one mantissa or two.
     """
     family = model.families.get(finding.tensor)
     if finding.code != "e8m0-read-as-e4m3" or finding.confidence == "certain":
@@ -81,7 +81,8 @@ def _is_rescaled_cast(model: Model, finding: Finding) -> bool:
         return False
     counts = np.bincount(model.checkpoint.read(family.scale.name), minlength=256)
     beside = (np.roll(counts, 1) > 0) | (np.roll(counts, -1) > 0)
-    return bool(2 * counts[beside].sum() < counts.sum())
+    mantissas = np.unique(np.flatnonzero(counts) % 8)
+    return bool(2 * counts[beside].sum() < counts.sum() and len(mantissas) <= 2)
 
 
 def _is_swapped(source: Checkpoint, reference: Checkpoint, unit: Unit, result: Result) -> bool:
