@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -88,20 +91,62 @@ INCLUDE = PACKAGE / "src" / "megamoe_kernel" / "include"
 
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The neutral device code and its host machine, compiled once for all workers of a session."""
+    """The neutral device code and its host machine."""
+    return _build(tmp_path_factory, "host")
+
+
+@pytest.fixture(scope="session")
+def emulator_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel for sm_100a and the emulator of its instructions."""
+    return _build(tmp_path_factory, "emulator")
+
+
+@pytest.fixture
+def kernel_exp(host_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the reference compute SwiGLU with the kernels' exp."""
+
+    def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        x, exp = (-gate).contiguous(), torch.empty_like(gate, memory_format=torch.contiguous_format)
+        host_library.megamoe_exp(
+            ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(exp.data_ptr()),
+            ctypes.c_int64(x.numel()),
+        )  # fmt: skip
+        return gate / (1 + exp) * up
+
+    monkeypatch.setattr("megamoe_kernel.reference.swiglu", swiglu)
+
+
+@pytest.fixture(scope="session")
+def emulated() -> ModuleType:
+    """How layers are passed to either, ``emulated.py``."""
+    spec = importlib.util.spec_from_file_location(
+        "megamoe_kernel_test_emulated", PACKAGE / "tests" / "emulated.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _build(tmp_path_factory: pytest.TempPathFactory, name: str) -> ctypes.CDLL:
+    """csrc/<name>/library.cpp, compiled once for all workers of a session."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs g++ or clang++: the device code is compiled for the host")
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    library = folder / "libmegamoe_host.so"
-    with (folder / "libmegamoe_host.lock").open("w") as lock:
+    library = folder / f"libmegamoe_{name}.so"
+    with (folder / f"libmegamoe_{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             options = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off"]
             options += ["-U_FORTIFY_SOURCE"]  # fibers leave by longjmp
             includes = [f"-I{PACKAGE / 'csrc'}", f"-I{INCLUDE}"]
-            source = PACKAGE / "csrc" / "host" / "library.cpp"
+            source = PACKAGE / "csrc" / name / "library.cpp"
             command = [compiler, *options, *includes, "-shared", "-fPIC", str(source)]
             subprocess.run([*command, "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))

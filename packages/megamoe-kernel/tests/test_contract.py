@@ -49,6 +49,10 @@ def test_every_rounding_point_is_in_the_table(text: str) -> None:
 
 def test_the_numbers_of_the_register_order(text: str) -> None:
     assert f"`[E, N/64, K/128, {layout_sm90.TILE_BYTES}]`" in text
-    signs = ", ".join(map(str, layout_sm90._SIGN_BIT))
-    assert f"the signs of r = 0, 1, 2, 3 at bits {signs}" in " ".join(text.split())
-    assert layout_sm90._MAGNITUDE_BIT == (0, 3, 6, 9)
+    first = layout_sm90._Z_FIRST
+    assert (
+        f"w0 & 0x{first:08X} | (w1 << {layout_sm90._Z_SHIFT}) & 0x{~first & 0xFFFFFFFF:08X}" in text
+    )
+    assert layout_sm90._ROTATED[0] == 0
+    for words, places in (("w", layout_sm90._ROTATED[1:]), ("z", layout_sm90._Z_ROTATED)):
+        assert re.findall(rf"rotl\({words}, (\d+)\)", text) == [str(n) for n in places]

@@ -48,6 +48,15 @@ class Clocks {
     if (scope == Scope::kSystem) join(now_[agent], found->second.by_peers);
   }
 
+  // For means of order that are not words of a buffer: what an agent knows, as of now, is handed on
+  // by whoever keeps it; what the agent does afterwards is later than that.
+  Clock publish(int agent) {
+    const Clock known = now_[agent];
+    ++now_[agent][agent];
+    return known;
+  }
+  void learn(int agent, const Clock& known) { join(now_[agent], known); }
+
   // A barrier: each of them knows afterwards what any of them knew.
   void meet(const std::vector<int>& agents) {
     Clock all{};

@@ -65,11 +65,15 @@ class Crew {
       const int self = take_ready();
       ++clock_;
       Fiber& fiber = *threads_[self].fiber;
+      running_ = self;
       fiber.enter();
       if (fiber.ended()) --alive;
     }
     return stopped_;
   }
+
+  // The thread that runs at the moment.
+  int running() const { return running_; }
 
   // Lets others run now and then; between the memory operations of a thread.
   void maybe_switch(int self) {
@@ -162,6 +166,7 @@ class Crew {
 
   std::vector<Thread> threads_;
   std::vector<int> ready_, polling_;
+  int running_ = -1;
   uint64_t clock_ = 0;
   uint32_t slow_ = 0;
   std::optional<std::string> stopped_;

@@ -1,4 +1,4 @@
-// Several launches of the scalar layer on several emulated ranks.
+// Several launches of a layer on several emulated ranks: of the scalar one, or of another kernel.
 #pragma once
 
 #include <cstring>
@@ -44,13 +44,61 @@ BufferSizes sizes_of(const LayerRun& run) {
           size(scales), size(p.hidden), size(p.ring_rows), size(p.ring_rows) / kRingTile};
 }
 
+// What a runner needs of a kernel: how many threads a CTA has, what one of them does in a launch,
+// and what becomes of a CTA's shared memory between launches. complete_one: lets one asynchronous
+// operation come to its end; false if none is on its way.
 template <class Format>
+class ScalarKernel {
+ public:
+  static constexpr int kCtaThreads = kThreads;
+
+  ScalarKernel(const LayerRun& run, World&, const RankBuffers& buffers)
+      : run_(run), p_(run.problem), buffers_(buffers) {}
+
+  void add_cta(Cta& cta, int, int) {
+    cta.words.resize(static_cast<size_t>(shared_words(p_)));
+    cta.tile.resize(static_cast<size_t>(shared_tile_bytes<Format>(p_)) / sizeof(Chunk) + 1);
+  }
+  void add_thread(int, int, int, int) {}
+
+  void run(HostMachine& m, Cta& cta, int launch) {
+    run_layer<Format>(m, p_, buffers_, layer(m.rank_idx(), launch), cta.words.data(),
+                      reinterpret_cast<uint8_t*>(cta.tile.data()));
+  }
+
+  // Shared memory has nothing of the launch before.
+  void end_launch(Cta& cta, int, int) {
+    std::memset(cta.words.data(), 0xA5, cta.words.size() * 4);
+    std::memset(cta.tile.data(), 0xA5, cta.tile.size() * sizeof(Chunk));
+  }
+  bool complete_one() { return false; }
+
+ private:
+  ScalarLayer layer(int rank, int launch) const {
+    const int64_t experts = num_pool_experts(p_), first = rank * experts;
+    const int64_t w13 = int64_t{2} * p_.intermediate * p_.hidden;
+    const int64_t w2 = w13 / 2;
+    const int64_t at = int64_t{launch} * p_.num_ranks + rank;
+    return {{run_.w13_codes + first * w13 / 2, run_.w13_scales + first * w13 / kBlockSize,
+             run_.w13_alpha + first * 2},
+            {run_.w2_codes + first * w2 / 2, run_.w2_scales + first * w2 / kBlockSize,
+             run_.w2_alpha + first},
+            run_.input_scale, run_.shared_input_scale, run_.limit, run_.num_tokens[at],
+            run_.output + at * run_.max_tokens * p_.hidden};
+  }
+
+  const LayerRun& run_;
+  const Problem& p_;
+  const RankBuffers& buffers_;
+};
+
+template <class Format, class Kernel = ScalarKernel<Format>>
 class LayerRunner {
  public:
   explicit LayerRunner(const LayerRun& run)
       : run_(run), p_(run.problem), buffers_(allocate()),
-        world_(run.seed, buffers_, p_.num_ranks, run.num_ctas, kThreads / kWarpSize),
-        at_end_(static_cast<size_t>(p_.num_ranks)) {
+        world_(run.seed, buffers_, p_.num_ranks, run.num_ctas, kCtaThreads / kWarpSize),
+        kernel_(run, world_, buffers_), at_end_(static_cast<size_t>(p_.num_ranks)) {
     world_.fault = run.fault;
     ctas_.resize(static_cast<size_t>(p_.num_ranks * run.num_ctas));
     // All ranks clear their buffers and meet before the first launch, as allocating them does.
@@ -66,10 +114,9 @@ class LayerRunner {
       world_.clocks.meet(agents_of(rank));
       for (int cta = 0; cta < run.num_ctas; ++cta) {
         Cta& shared = ctas_[static_cast<size_t>(rank * run.num_ctas + cta)];
-        shared.warps.resize(kThreads / kWarpSize);
-        shared.words.resize(static_cast<size_t>(shared_words(p_)));
-        shared.tile.resize(static_cast<size_t>(shared_tile_bytes<Format>(p_)) / sizeof(Chunk) + 1);
-        for (int thread = 0; thread < kThreads; ++thread) add_thread(shared, rank, cta, thread);
+        shared.warps.resize(kCtaThreads / kWarpSize);
+        kernel_.add_cta(shared, rank, cta);
+        for (int thread = 0; thread < kCtaThreads; ++thread) add_thread(shared, rank, cta, thread);
       }
     }
   }
@@ -77,7 +124,8 @@ class LayerRunner {
   // Null if all threads came to their end, else why not. A wait that was given up is an orderly
   // end: the failure records tell.
   std::optional<std::string> run() {
-    auto problem = world_.crew.run([this] { return world_.memory.complete_one(); });
+    auto problem = world_.crew.run(
+        [this] { return kernel_.complete_one() || world_.memory.complete_one(); });
     for (int rank = 0; rank < p_.num_ranks; ++rank) {
       std::memcpy(run_.failure + 16 * rank, Fields{buffers_, rank}.failure(), 64);
     }
@@ -85,6 +133,8 @@ class LayerRunner {
   }
 
  private:
+  static constexpr int kCtaThreads = Kernel::kCtaThreads;
+
   RankBuffers allocate() {
     RankBuffers buffers{buffer_layout(sizes_of<Format>(run_)), {}};
     // Cleared, as the first launch wants its counters. What the rest holds is never read: the
@@ -98,12 +148,13 @@ class LayerRunner {
   }
 
   void add_thread(Cta& shared, int rank, int cta, int thread) {
-    const auto body = [this, &shared, rank, cta, thread, self = num_threads_++] {
+    const int self = num_threads_++;
+    kernel_.add_thread(self, rank, cta, thread);
+    const auto body = [this, &shared, rank, cta, thread, self] {
       for (int launch = 0; launch < run_.num_launches && !failed(rank); ++launch) {
         HostMachine m(world_, shared, self, rank, cta, thread);
-        run_layer<Format>(m, p_, buffers_, layer(rank, launch), shared.words.data(),
-                          reinterpret_cast<uint8_t*>(shared.tile.data()));
-        const int threads = run_.num_ctas * kThreads;
+        kernel_.run(m, shared, launch);
+        const int threads = run_.num_ctas * kCtaThreads;
         world_.crew.meet(self, at_end_[static_cast<size_t>(rank)], threads,
                          [&] { end_launch(rank, launch); });
       }
@@ -116,10 +167,7 @@ class LayerRunner {
   void end_launch(int rank, int launch) {
     for (int cta = 0; cta < run_.num_ctas; ++cta) {
       world_.memory.release(rank, cta, Scope::kSystem);
-      // Shared memory has nothing of the launch before.
-      Cta& shared = ctas_[static_cast<size_t>(rank * run_.num_ctas + cta)];
-      std::memset(shared.words.data(), 0xA5, shared.words.size() * 4);
-      std::memset(shared.tile.data(), 0xA5, shared.tile.size() * sizeof(Chunk));
+      kernel_.end_launch(ctas_[static_cast<size_t>(rank * run_.num_ctas + cta)], rank, cta);
     }
     const std::vector<int> agents = agents_of(rank);
     world_.clocks.meet(agents);
@@ -178,24 +226,12 @@ class LayerRunner {
     }
   }
 
-  ScalarLayer layer(int rank, int launch) const {
-    const int64_t experts = num_pool_experts(p_), first = rank * experts;
-    const int64_t w13 = int64_t{2} * p_.intermediate * p_.hidden;
-    const int64_t w2 = w13 / 2;
-    const int64_t at = int64_t{launch} * p_.num_ranks + rank;
-    return {{run_.w13_codes + first * w13 / 2, run_.w13_scales + first * w13 / kBlockSize,
-             run_.w13_alpha + first * 2},
-            {run_.w2_codes + first * w2 / 2, run_.w2_scales + first * w2 / kBlockSize,
-             run_.w2_alpha + first},
-            run_.input_scale, run_.shared_input_scale, run_.limit, run_.num_tokens[at],
-            run_.output + at * run_.max_tokens * p_.hidden};
-  }
-
   const LayerRun& run_;
   const Problem& p_;
   std::vector<std::vector<Chunk>> memory_;
   RankBuffers buffers_;
   World world_;
+  Kernel kernel_;
   std::vector<Cta> ctas_;
   std::vector<Meeting> at_end_;
   int num_threads_ = 0;

@@ -24,9 +24,10 @@ from .errors import (
     ShapeError,
 )
 from .experts import check_dtype, check_shape
-from .prepare_kernel import has_kernel, prepare_on_gpu
+from .prepare_kernel import can_copy, copy_on_gpu, has_kernel, prepare_on_gpu
 from .reference import Activation, RankTokens, Tokens, check_limit, mega_moe, required_input_scale
 from .sm90_kernel import run_sm90_layer
+from .sm100_kernel import run_sm100_layer
 from .weights import Arch, MegaMoEWeights, check_layers, untransform_nvfp4_weights
 
 RequestedActivation = Literal["nvfp4", "bf16", "fp8"]
@@ -60,7 +61,10 @@ class LayerKernel(Protocol):
 
 
 #: The architectures whose layer there is a kernel for.
-LAYER_KERNELS: dict[Arch, LayerKernel] = {"sm_90a": run_sm90_layer}
+LAYER_KERNELS: dict[Arch, LayerKernel] = {
+    "sm_90a": run_sm90_layer,
+    "sm_100a": run_sm100_layer,  # never run on a GPU: docs/blackwell.md
+}
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +121,9 @@ def prepare_inputs(
         raise BackendError(f"there is no kernel for {x.device}; pass backend='reference'")
     # Everything is checked: from here on the buffer is written.
     if topk_idx is not None and topk_weights is not None:
+        if sym_buffer.x_sf is None and can_copy(x, topk_idx, topk_weights):
+            copy_on_gpu(x, topk_idx, topk_weights, sym_buffer)
+            return
         sym_buffer.topk_idx[:tokens] = topk_idx
         sym_buffer.topk_weights[:tokens] = topk_weights
     if sym_buffer.x_sf is None or sym_buffer.x_scale is None:

@@ -8,8 +8,9 @@ from .buffer_sizes import MOST_RING_ROWS
 from .jit.compile import KernelSource
 from .jit.targets import Target
 from .models import MoEShape, local_experts
-from .prepare_kernel import prepare_source
+from .prepare_kernel import copy_source, prepare_source
 from .sm90_kernel import sm90_sources
+from .sm100_kernel import sm100_sources
 
 
 def kernels_of(shape: MoEShape, num_ranks: int, target: Target) -> list[KernelSource]:
@@ -22,6 +23,8 @@ def kernels_of(shape: MoEShape, num_ranks: int, target: Target) -> list[KernelSo
     local_experts(shape.num_experts, num_ranks)
     sources = [
         prepare_source(torch.bfloat16, shape.hidden),
+        copy_source(torch.int64, shape.hidden, shape.num_topk),
         *sm90_sources(shape, num_ranks, MOST_RING_ROWS),
+        *sm100_sources(shape, num_ranks, MOST_RING_ROWS),
     ]
     return [source for source in sources if target in source.targets]

@@ -48,6 +48,7 @@ CODE_BYTES = TILE_ROWS * TILE_COLUMNS // 2
 SCALE_BYTES = TILE_ROWS * TILE_COLUMNS // 16
 TILE_BYTES = CODE_BYTES + SCALE_BYTES
 
+_ROTATED, _Z_ROTATED = (0, 4, 10), (6, 12)  # R0 to R2 in a word, the two R3 in Z
 _Z_FIRST, _Z_SECOND, _Z_SHIFT = 0x06030603, 0x180C180C, 2  # Z's bits in the two words
 _CPU_WORDS = 1 << 18  # in flight on a CPU, so that temporaries stay in its cache
 
@@ -87,9 +88,10 @@ def from_tiles(tiles: Tensor, *, gate_up: bool) -> tuple[Tensor, Tensor]:
         whole = words[part].contiguous()
         first, second = whole[..., 0::2], whole[..., 1::2]
         z = first & _Z_FIRST | (second & _Z_SECOND >> _Z_SHIFT) << _Z_SHIFT
-        r3 = torch.stack((_codes(z, 6), _codes(z, 12)), dim=-1).flatten(-2)
-        low[part] = (_codes(whole, 0) | _codes(whole, 10) << 8).short()
-        high[part] = (_codes(whole, 4) | r3 << 8).short()
+        r0, r1, r2 = (_codes(whole, places) for places in _ROTATED)
+        r3 = torch.stack([_codes(z, places) for places in _Z_ROTATED], dim=-1).flatten(-2)
+        low[part] = (r0 | r2 << 8).short()
+        high[part] = (r1 | r3 << 8).short()
     _scale_rows(scale, gate_up)[:] = _scale_view(tiles, gate_up)
     return weight, scale
 
@@ -173,10 +175,10 @@ def _encode_tables() -> list[Tensor]:
         bits = (even & 7) << 6 | even >> 3 << 15 | (odd & 7) << 22 | odd >> 3 << 31
         return (bits >> places | bits << (32 - places)) & 0xFFFFFFFF
 
-    r1 = register(codes, 4)
-    first_z, second_z = register(codes >> 8, 6), register(codes >> 8, 12)
+    r0, r1 = (register(codes, places) for places in _ROTATED[:2])
+    first_z, second_z = (register(codes >> 8, places) for places in _Z_ROTATED)
     tables = (
-        register(codes, 0) | register(codes >> 8, 10),
+        r0 | register(codes >> 8, _ROTATED[2]),
         r1 | first_z & _Z_FIRST,
         second_z & _Z_FIRST,
         (first_z & _Z_SECOND) >> _Z_SHIFT,

@@ -1,172 +1,49 @@
-"""Whole layers on emulated ranks: arguments for the C++ side, and results as tensors."""
+"""The scalar layer on emulated ranks."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from megamoe_kernel import ExpertWeights, QuantizedTokens
-from megamoe_kernel.failure import Failure, read_failure
-from megamoe_kernel.reference import Activation, RankTokens
-
-
-class Problem(ctypes.Structure):
-    """``Problem`` of layout/problem.hpp."""
-
-    _fields_ = [
-        (name, ctypes.c_int32)
-        for name in (
-            "num_ranks", "num_local_experts", "num_shared", "num_topk", "hidden", "intermediate",
-            "ring_rows", "block_rows", "wave_blocks", "weight_rows",
-        )
-    ]  # fmt: skip
-
-
-class Fault(ctypes.Structure):
-    """``Fault`` of csrc/host/faults.hpp."""
-
-    _fields_ = [(name, ctypes.c_int32) for name in ("kind", "field", "rank", "nth", "seen")]
-
-
-class LayerRun(ctypes.Structure):
-    """``LayerRun`` of csrc/host/layer_run.hpp."""
-
-    _fields_ = [
-        ("problem", Problem),
-        *((name, ctypes.c_int32) for name in ("max_tokens", "num_ctas", "num_launches")),
-        ("seed", ctypes.c_uint64),
-        *((name, ctypes.c_float) for name in ("input_scale", "shared_input_scale", "limit")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "num_tokens", "x", "x_sf", "x_scale", "topk_idx", "topk_weights", "w13_codes",
-                "w13_scales", "w13_alpha", "w2_codes", "w2_scales", "w2_alpha",
-            )
-        ),
-        ("fault", Fault),
-        *((name, ctypes.c_void_p) for name in ("output", "failure")),
-    ]  # fmt: skip
-
-
-FAULTS = ("", "drop signal", "double signal", "stale signal", "skip wait", "drop store",
-          "weak signal")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Result:
-    """outputs[launch][rank]; failures[rank]: what it gave up; message: why the run was stopped."""
-
-    outputs: list[list[Tensor]]
-    failures: list[Failure | None]
-    message: str
-
-    @property
-    def ended_well(self) -> bool:
-        return not self.message and not any(self.failures)
-
-
-RunLayer = Callable[..., Result]
+from megamoe_kernel import ExpertWeights
 
 
 @pytest.fixture(scope="session")
-def run_layer(host_library: ctypes.CDLL) -> RunLayer:
+def run_layer(host_library: ctypes.CDLL, emulated: ModuleType) -> Callable[..., Any]:
     """Run launches, each a list of every rank's tokens, through the neutral code."""
 
-    def run(
-        launches: Sequence[Sequence[RankTokens]],
+    def in_reading_order(
         w13: ExpertWeights,
         w2: ExpertWeights,
-        activation: Activation,
-        *,
-        seed: int = 0,
-        num_ctas: int = 3,  # odd, so that CTAs share the L1 tasks of a block
-        limit: float | None = 10.0,
-        shared: tuple[ExpertWeights, ExpertWeights] | None = None,
-        ring_rows: int = 1024,
-        block_rows: int = 16,
-        wave_blocks: int = 2,
-        weight_rows: int = 128,
-        fault: tuple[str, str, int, int] | None = None,
-    ) -> Result:
-        num_ranks, hidden = len(launches[0]), w2.rows
-        topk = launches[0][0].topk_idx.shape[1]
-        everyone = [tokens for ranks in launches for tokens in ranks]
-        max_tokens = max(1, *(tokens.num_tokens for tokens in everyone))
-        kept: list[Tensor] = []
-
-        def pointer(tensor: Tensor) -> int:
-            kept.append(tensor.contiguous())
-            return kept[-1].data_ptr()
-
-        def padded(rows: Sequence[Tensor]) -> int:
-            raw = [row.view(torch.uint8) if row.element_size() == 1 else row for row in rows]
-            out = raw[0].new_zeros(len(raw), max_tokens, *raw[0].shape[1:])
-            for to, row in zip(out, raw, strict=True):
-                to[: row.shape[0]] = row
-            return pointer(out)
-
-        def by_rank(routed: Tensor, extra: Tensor | None) -> int:
-            raw = [t.view(torch.uint8) if t.element_size() == 1 else t for t in (routed,)]
-            parts = list(raw[0].chunk(num_ranks))
-            if extra is not None:
-                more = extra.view(torch.uint8) if extra.element_size() == 1 else extra
-                parts = [torch.cat([part, more]) for part in parts]
-            return pointer(torch.stack(parts))
-
-        local = w13.num_experts // num_ranks
-        arguments = LayerRun(
-            Problem(
-                num_ranks, local, int(shared is not None), topk, hidden, w2.columns, ring_rows,
-                block_rows, wave_blocks, weight_rows,
-            ),
-            max_tokens, num_ctas, len(launches), seed,
-        )  # fmt: skip
-        arguments.limit = float("inf") if limit is None else limit
-        if w2.input_scale is not None:
-            arguments.input_scale = float(w2.input_scale)
-        counts = torch.tensor([tokens.num_tokens for tokens in everyone], dtype=torch.int32)
-        arguments.num_tokens = pointer(counts)
-        quantized = [t.x for t in everyone if isinstance(t.x, QuantizedTokens)]
-        if activation == "nvfp4":
-            arguments.x = padded([x.codes for x in quantized])
-            arguments.x_sf = padded([x.block_scale for x in quantized])
-            arguments.x_scale = padded([x.scale for x in quantized])
-        else:
-            arguments.x = padded([t.x for t in everyone if isinstance(t.x, Tensor)])
-        arguments.topk_idx = padded([t.topk_idx.long() for t in everyone])
-        arguments.topk_weights = padded([t.topk_weights for t in everyone])
-        for name, weights, extra in (
-            ("w13", w13, shared and shared[0]),
-            ("w2", w2, shared and shared[1]),
-        ):
+        shared: tuple[ExpertWeights, ExpertWeights] | None,
+        num_ranks: int,
+    ) -> Mapping[str, Tensor]:
+        arranged = {}
+        extras = shared or (None, None)
+        for name, weights, extra in (("w13", w13, extras[0]), ("w2", w2, extras[1])):
             for attribute, stored in (
                 ("codes", "weight"), ("scales", "weight_scale"), ("alpha", "weight_scale_2"),
             ):  # fmt: skip
                 more = None if extra is None else getattr(extra, stored)
-                setattr(arguments, f"{name}_{attribute}", by_rank(getattr(weights, stored), more))
-        if shared is not None and shared[1].input_scale is not None:
-            arguments.shared_input_scale = float(shared[1].input_scale)
-        if fault is not None:
-            kind, name, rank, nth = fault
-            number = host_library.megamoe_field(name.encode())
-            assert number >= 0, f"the buffer has no field {name}"
-            arguments.fault = Fault(FAULTS.index(kind), number, rank, nth, 0)
-        output = torch.full((len(everyone), max_tokens, hidden), float("nan")).bfloat16()
-        failure = torch.zeros(num_ranks, 16, dtype=torch.int32)
-        arguments.output, arguments.failure = output.data_ptr(), failure.data_ptr()
-        message = ctypes.create_string_buffer(400)
-        code = host_library.megamoe_run_layer(
-            ctypes.byref(arguments), int(activation == "nvfp4"), message, len(message)
-        )
-        text = message.value.decode()
-        assert code != 2, text
-        rows = [y[:count] for y, count in zip(output, counts.tolist(), strict=True)]
-        outputs = [rows[i : i + num_ranks] for i in range(0, len(rows), num_ranks)]
-        return Result(outputs, [read_failure(words) for words in failure.tolist()], text)
+                tensor = emulated.by_rank(getattr(weights, stored), more, num_ranks)
+                arranged[f"{name}_{attribute}"] = tensor
+        return arranged
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        activation = arguments[3]
+
+        def call(*c_arguments: Any) -> int:
+            run_and_message, rest = c_arguments[0], c_arguments[1:]
+            code: int = host_library.megamoe_run_layer(
+                run_and_message, int(activation == "nvfp4"), *rest
+            )
+            return code
+
+        return emulated.run_layer(host_library, call, in_reading_order, *arguments, **options)
 
     return run

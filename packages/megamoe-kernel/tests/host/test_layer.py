@@ -6,7 +6,6 @@ computes with the kernels' exp here. test_the_contract_holds_with_any_exp leaves
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,23 +23,6 @@ H, I, E, K = 256, 128, 8, 2  # noqa: E741
 
 Outputs = list[list[Tensor]]
 Check = Callable[..., None]
-
-
-@pytest.fixture
-def kernel_exp(host_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the reference compute SwiGLU with the kernels' exp."""
-
-    def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        x, exp = (-gate).contiguous(), torch.empty_like(gate, memory_format=torch.contiguous_format)
-        host_library.megamoe_exp(
-            ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(exp.data_ptr()),
-            ctypes.c_int64(x.numel()),
-        )  # fmt: skip
-        return gate / (1 + exp) * up
-
-    monkeypatch.setattr("megamoe_kernel.reference.swiglu", swiglu)
 
 
 @pytest.fixture

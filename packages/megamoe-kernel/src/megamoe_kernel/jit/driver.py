@@ -87,24 +87,32 @@ def _on_device(device_idx: int) -> Iterator[None]:
 
 
 TENSOR_MAP_BYTES = 128  # of a CUtensorMap
-_MAP_BFLOAT16, _MAP_SWIZZLE_128B, _MAP_L2_256B = 9, 3, 3
+_MAP_UINT8, _MAP_BFLOAT16, _MAP_SWIZZLE_128B, _MAP_L2_256B = 0, 9, 3, 3
 
 
 @cache
 def tensor_map(
-    address: int, rows: int, columns: int, box_rows: int, box_columns: int
+    address: int,
+    rows: int,
+    columns: int,
+    box_rows: int,
+    box_columns: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> ctypes.Array[ctypes.c_ubyte]:
-    """The copy engine's description (CUtensorMap) of a BF16 matrix on a GPU, rows contiguous.
+    """The copy engine's description (CUtensorMap) of a matrix on a GPU, rows contiguous.
 
-    Copies are boxes of box_rows by box_columns, in the swizzle of 128 bytes: box_columns is 64.
+    dtype: bfloat16 or uint8. Copies are boxes of box_rows by box_columns, in the swizzle of 128
+    bytes: that is how wide a box is.
     """
+    number = {torch.bfloat16: _MAP_BFLOAT16, torch.uint8: _MAP_UINT8}[dtype]
     sizes = (ctypes.c_uint64 * 2)(columns, rows)
-    strides = (ctypes.c_uint64 * 1)(2 * columns)
+    strides = (ctypes.c_uint64 * 1)(dtype.itemsize * columns)
     box, steps = (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1)
     memory = (ctypes.c_ubyte * (TENSOR_MAP_BYTES + 64))()
     start = -ctypes.addressof(memory) % 64  # where the driver wants it
     status = _libcuda().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(memory) + start), _MAP_BFLOAT16, 2,
+        ctypes.c_void_p(ctypes.addressof(memory) + start), number, 2,
         ctypes.c_void_p(address), sizes, strides, box, steps, 0, _MAP_SWIZZLE_128B, _MAP_L2_256B, 0,
     )  # fmt: skip
     _check(status, "to describe a matrix to the copy engine")

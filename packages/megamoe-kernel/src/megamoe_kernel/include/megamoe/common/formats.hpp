@@ -52,8 +52,7 @@ MEGAMOE_FN float fp32_from_bf16(uint16_t bits) { return as_float(uint32_t{bits} 
 // Every NaN becomes the quiet one without payload.
 MEGAMOE_FN uint16_t bf16_from_fp32(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  uint16_t rounded;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
+  const uint16_t rounded = convert_to_bf16(value);
 #else
   const uint32_t bits = as_bits(value);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;

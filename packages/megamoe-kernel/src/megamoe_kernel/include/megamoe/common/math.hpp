@@ -6,6 +6,9 @@
 #pragma once
 
 #include "megamoe/common/types.hpp"
+#if defined(__CUDA_ARCH__)
+#include "megamoe/common/instructions.cuh"
+#endif
 
 namespace megamoe {
 
@@ -51,8 +54,7 @@ MEGAMOE_FN float div_by_at_least_1(float a, float b) {
 #if defined(__CUDA_ARCH__)
   const float scale = b > 0x1p64f ? 0x1p-64f : 1.0f;  // else the reciprocal may be subnormal
   const float divisor = mul_rn(b, scale);
-  float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(divisor));
+  float reciprocal = approximate_reciprocal(divisor);
   reciprocal = fma_rn(fma_rn(-divisor, reciprocal, 1.0f), reciprocal, reciprocal);
   float quotient = mul_rn(a, reciprocal);
   quotient = fma_rn(fma_rn(-divisor, quotient, a), reciprocal, quotient);

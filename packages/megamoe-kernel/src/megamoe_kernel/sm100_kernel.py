@@ -1,0 +1,246 @@
+"""The whole layer on Blackwell (sm_100a), W4A4: which tiling suits a call, and its launch.
+
+Compiled for sm_100a, sm_100f and sm_103a, its machine code looked into, and run under the emulator;
+never run on a GPU. See docs/blackwell.md.
+
+One cooperative launch, one CTA on each multiprocessor. The tiling depends on how many tokens an
+expert gets on average: a block has room for most experts' tokens, so that weights are read once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .buffer import SymmBuffer
+from .jit.compile import KernelSource, compile_kernel
+from .jit.driver import TENSOR_MAP_BYTES, LoadedKernel, tensor_map
+from .jit.targets import Target, target_for
+from .launch import (
+    WAIT_LIMIT,
+    clamp,
+    listed,
+    rank_buffers,
+    rank_buffers_type,
+    static_shape,
+)
+from .models import MoEShape, local_experts
+from .reference import required_input_scale
+from .weights import MegaMoEWeights
+
+TARGETS: tuple[Target, ...] = ("sm_100a", "sm_100f", "sm_103a")
+_MMA_ROWS, _ROW_BYTES, _TOKEN_BOX_ROWS = 128, 128, 16  # kMmaRows, kSwizzleBytes, kTokenBoxRows
+_SCALE_ATOM_BYTES, _STAGE_STEPS, _SCALE_ROWS = 512, 4, 128
+_SHARED_BYTES = 226 * 1024  # kMostShared
+_MOST_STAGES = 8
+_FETCH_WARPS, _EPILOGUE_GROUPS = 5, 2
+_OTHER_REGISTERS, _EPILOGUE_REGISTERS = 80, 176  # 128 for each of 512 threads in all
+_THREADS = 32 * (3 + _FETCH_WARPS + 4 * _EPILOGUE_GROUPS)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sm100Tiling of stages/sm100_pipeline.hpp.
+
+    most: of tokens that an expert gets on average, where it is used. block_rows: tokens of a block.
+    tiles: of 128 rows of weights in a task. ctas: 2 where pairs of CTAs multiply together.
+    """
+
+    most: float
+    block_rows: int
+    tiles: int
+    ctas: int = 1
+
+    @property
+    def weight_rows(self) -> int:
+        return self.tiles * _MMA_ROWS
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of block scales that a block has in the ring."""
+        return -(-self.block_rows // _SCALE_ROWS) * _SCALE_ROWS
+
+    def stages(self, num_experts: int, experts: int) -> int:
+        """As many as fit beside the epilogues' tile and the words."""
+        tile = self.block_rows * 2 * self.weight_rows
+        words = 4 * (5 * num_experts + 2 * experts + 8)  # of the pool and of routing
+        barriers = 8 * (2 * _MOST_STAGES + 4) + 4 + 128
+        scales = _STAGE_STEPS * _SCALE_ATOM_BYTES * (self.tiles + self.scale_rows // _SCALE_ROWS)
+        stage = (self.weight_rows + self.block_rows // self.ctas) * _ROW_BYTES + scales
+        return min(_MOST_STAGES, (_SHARED_BYTES - tile - words - barriers) // stage)
+
+
+#: Two tiles share the tokens that a stage has; layers that they do not divide take one. 224 is the
+#: most of which tensor memory holds two accumulators and the scales.
+TILINGS = (
+    Tiling(9, 16, 2),
+    Tiling(9, 16, 1),
+    Tiling(20, 32, 2),
+    Tiling(46, 64, 2),
+    Tiling(46, 64, 1),
+    Tiling(88, 112, 2),
+    Tiling(float("inf"), 224, 1),
+)
+
+
+#: Pairs of CTAs, each of which copies half of the tokens. Only by `tiling=`, until a GPU has said
+#: whether they are right and faster.
+PAIR_TILINGS = (Tiling(float("inf"), 64, 1, 2), Tiling(float("inf"), 224, 1, 2))
+
+
+def tilings_of(shape: MoEShape) -> list[Tiling]:
+    """Those whose tasks divide the layer's rows, for ever more tokens; the widest of its kind."""
+    fitting: dict[int, Tiling] = {}
+    for tiling in TILINGS:
+        rows = tiling.weight_rows
+        if shape.hidden % rows == 0 and 2 * shape.intermediate % rows == 0:
+            fitting.setdefault(tiling.block_rows, tiling)
+    return list(fitting.values())
+
+
+def tiling_for(shape: MoEShape, tokens: int) -> Tiling:
+    """The tiling for a call: tokens of all ranks, spread evenly over all experts."""
+    fitting = tilings_of(shape)
+    per_expert = tokens * shape.num_topk / shape.num_experts
+    return next((tiling for tiling in fitting if per_expert <= tiling.most), fitting[-1])
+
+
+def sm100_sources(shape: MoEShape, num_ranks: int, ring_rows: int) -> list[KernelSource]:
+    """All kernels that calls of a layer without a shared expert may take."""
+    return [sm100_source(shape, num_ranks, ring_rows, tiling) for tiling in tilings_of(shape)]
+
+
+def sm100_source(
+    shape: MoEShape, num_ranks: int, ring_rows: int, tiling: Tiling, num_shared: int = 0
+) -> KernelSource:
+    """The kernel for one layer's sizes and a tiling."""
+    experts = local_experts(shape.num_experts, num_ranks)
+    tile = (
+        tiling.block_rows,
+        tiling.tiles,
+        tiling.stages(shape.num_experts, experts),
+        _FETCH_WARPS,
+        _EPILOGUE_GROUPS,
+        tiling.ctas,
+        _OTHER_REGISTERS,
+        _EPILOGUE_REGISTERS,
+    )
+    constants = static_shape(
+        shape,
+        num_ranks,
+        num_shared=num_shared,
+        ring_rows=ring_rows,
+        ring_blocks=ring_rows // tiling.scale_rows,
+        block_rows=tiling.block_rows,
+        weight_rows=tiling.weight_rows,
+    )
+    return KernelSource(
+        name="sm100_layer",
+        header="megamoe/impl/sm100.cuh",
+        function=f"megamoe::sm100_layer<megamoe::Sm100Tiling<{listed(tile)}>, {constants}>",
+        arguments="megamoe::Sm100Arguments",
+        threads=_THREADS,
+        targets=TARGETS,
+    )
+
+
+def run_sm100_layer(
+    y: Tensor,
+    l1: MegaMoEWeights,
+    l2: MegaMoEWeights,
+    sym_buffer: SymmBuffer,
+    *,
+    swiglu_limit: float | None,
+    shared: tuple[MegaMoEWeights, MegaMoEWeights] | None = None,
+    tiling: Tiling | None = None,
+    wait_limit: int = WAIT_LIMIT,
+) -> None:
+    """Write the layer's result for the tokens in the buffer to y, bfloat16 ``[T, hidden]``.
+
+    l1, l2: this rank's experts, for sm_100a. tiling: None: by the number of tokens. wait_limit:
+    nanoseconds after which a wait is given up; then y is unspecified and ``sym_buffer.failure``
+    tells (see failure.py). Allocates nothing on the GPU and waits for nothing; the first call for
+    sizes and a tiling compiles or loads the kernel.
+    """
+    shape, ring_rows = sym_buffer.shape, sym_buffer.layout.fields["ring_x"].rows
+    if tiling is None:
+        tiling = tiling_for(shape, y.shape[0] * sym_buffer.num_ranks)
+    kernel = _load(
+        shape, sym_buffer.num_ranks, ring_rows, tiling, int(shared is not None), sym_buffer.device
+    )
+    arguments = _arguments_type(len(sym_buffer.layout.fields))()
+    for index, (name, columns) in enumerate(
+        (("ring_x", shape.hidden), ("ring_h", shape.intermediate))
+    ):
+        arguments.token_maps[index] = _map(
+            sym_buffer.address(name), ring_rows, columns, _TOKEN_BOX_ROWS
+        )
+    for index, weights in enumerate((l1, l2, *(shared or ()))):
+        assert weights.scale is not None  # they are for sm_100a
+        rows = weights.num_experts * weights.rows
+        arguments.weight_maps[index] = _map(
+            weights.weight.data_ptr(), rows, weights.columns, _MMA_ROWS
+        )
+        arguments.scales[index] = weights.scale.data_ptr()
+        arguments.alphas[index] = weights.alpha.data_ptr()
+    for index, down in enumerate((l2, *(shared or ())[1:])):
+        arguments.input_scales[index] = required_input_scale(down.input_scale).data_ptr()
+    arguments.buffers = rank_buffers(sym_buffer)
+    arguments.limit = clamp(swiglu_limit)
+    arguments.num_tokens = y.shape[0]
+    arguments.output = y.data_ptr()
+    arguments.rank_idx = sym_buffer.rank_idx
+    arguments.wait_limit = wait_limit
+    count = torch.cuda.get_device_properties(sym_buffer.device).multi_processor_count
+    grid = (count // tiling.ctas * tiling.ctas, 1, 1)
+    kernel.launch(
+        arguments, grid, shared_bytes=_SHARED_BYTES, cluster=tiling.ctas, cooperative=True
+    )
+
+
+_TensorMap = ctypes.c_ubyte * TENSOR_MAP_BYTES
+
+
+def _map(address: int, rows: int, columns: int, box_rows: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """Packed codes, two a byte, in boxes of 256 columns."""
+    return tensor_map(address, rows, columns // 2, box_rows, _ROW_BYTES, dtype=torch.uint8)
+
+
+@cache
+def _arguments_type(num_fields: int) -> type[ctypes.Structure]:
+    """Sm100Arguments of impl/sm100.hpp. Of four: w13, w2, and the shared expert's."""
+    fields = (
+        ("token_maps", _TensorMap * 2),
+        ("weight_maps", _TensorMap * 4),
+        ("buffers", rank_buffers_type(num_fields)),
+        ("scales", ctypes.c_void_p * 4),
+        ("alphas", ctypes.c_void_p * 4),
+        ("input_scales", ctypes.c_void_p * 2),
+        ("limit", ctypes.c_float),
+        ("num_tokens", ctypes.c_int),
+        ("output", ctypes.c_void_p),
+        ("rank_idx", ctypes.c_int),
+        ("wait_limit", ctypes.c_uint64),
+        ("padding", ctypes.c_ubyte * 64),  # the struct in C++ ends at a multiple of 64
+    )
+    return type("Sm100Arguments", (ctypes.Structure,), {"_fields_": fields})
+
+
+@cache
+def _load(
+    shape: MoEShape,
+    num_ranks: int,
+    ring_rows: int,
+    tiling: Tiling,
+    num_shared: int,
+    device: torch.device,
+) -> LoadedKernel:
+    source = sm100_source(shape, num_ranks, ring_rows, tiling, num_shared)
+    target = target_for(torch.cuda.get_device_capability(device))
+    assert target is not None  # buffers for kernels are on GPUs that have a target
+    compiled = compile_kernel(source, target)
+    return LoadedKernel(compiled.cubin, source.name, target, device, threads=source.threads)

@@ -1,0 +1,207 @@
+"""The layer for sm_100a, its very source under the emulator, gives the reference's results.
+
+In every bit, which the contract does not ask for: its sums are rounded 64 products at a time, and a
+sum next to a rounding threshold may come out as the neighbour. For these inputs none does, so any
+other difference is a mistake. test_the_contract_holds leaves the reference's exp alone and asks for
+the contract's bound, over many seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe_kernel.reference import RankTokens, mega_moe
+
+BOUND = 2e-3  # docs/kernel-contract.md
+E, K = 8, 2
+#: hidden, intermediate: a stage of K is 256, so the last one is half full, or the only one is.
+SIZES = [(384, 128), (512, 256)]
+#: One MMA of 128 rows and one box of tokens; two of each; two chunks of tokens' scales; pairs of
+#: CTAs with one and two chunks.
+TILINGS: dict[str, dict[str, int]] = {
+    "16 tokens": {"block_rows": 16, "weight_rows": 128},
+    "2 x 32 tokens": {"block_rows": 32, "weight_rows": 256},
+    "144 tokens": {"block_rows": 144, "weight_rows": 128, "ring_rows": 2048},
+    "pairs, 64 tokens": {"block_rows": 64, "weight_rows": 128, "num_ctas": 2, "ctas": 2},
+    "pairs, 160 tokens": {
+        "block_rows": 160, "weight_rows": 128, "num_ctas": 2, "ring_rows": 2048, "wave_blocks": 1,
+        "ctas": 2,
+    },
+}  # fmt: skip
+#: Those of the real kernels, with their 512 threads, as many as the clocks have room for.
+REAL_TILINGS: dict[str, tuple[list[int], dict[str, int]]] = {
+    "2 x 16 tokens": ([50, 33], {"block_rows": 16, "weight_rows": 256, "num_ctas": 1}),
+    "2 x 112 tokens": ([150, 33], {"block_rows": 112, "weight_rows": 256, "num_ctas": 1}),
+    "224 tokens": (
+        [250, 33], {"block_rows": 224, "weight_rows": 128, "num_ctas": 1, "ring_rows": 2048},
+    ),
+    "pairs, 224 tokens": (
+        [300],
+        {"block_rows": 224, "weight_rows": 128, "num_ctas": 2, "ring_rows": 2048, "ctas": 2},
+    ),
+}  # fmt: skip
+
+Check = Callable[..., None]
+
+
+@pytest.fixture
+def check(run_sm100: Any, kernel_exp: None) -> Check:
+    """Run launches under some seeds and compare every rank's output with the reference's."""
+
+    def compare(
+        launches: Sequence[Sequence[RankTokens]],
+        layer: Any,
+        *,
+        seeds: Sequence[int] = (0,),
+        limit: float | None = 10.0,
+        shared: Any = None,
+        **tiling: int,
+    ) -> None:
+        extra = None if shared is None else (shared.w13, shared.w2)
+        expected = [
+            mega_moe(
+                ranks, layer.w13, layer.w2, activation="nvfp4", swiglu_limit=limit, shared=extra
+            )
+            for ranks in launches
+        ]
+        for seed in seeds:
+            result = run_sm100(
+                launches, layer.w13, layer.w2, seed=seed, limit=limit, shared=extra, **tiling
+            )
+            assert result.ended_well, (result.message, result.failures)
+            for got, want in zip(result.outputs, expected, strict=True):
+                for rank_idx, (y, y_ref) in enumerate(zip(got, want, strict=True)):
+                    assert torch.equal(y, y_ref), f"rank {rank_idx} under seed {seed}"
+
+    return compare
+
+
+@pytest.fixture
+def tokens(make_tokens: Any) -> Callable[..., list[RankTokens]]:
+    """Every rank's tokens, in different numbers."""
+
+    def make(counts: Sequence[int], hidden: int, seed: int = 0) -> list[RankTokens]:
+        return [
+            make_tokens(count, hidden, E, K, "nvfp4", seed=100 * seed + i, masked=0.1)
+            for i, count in enumerate(counts)
+        ]
+
+    return make
+
+
+def route_all_to(tokens: RankTokens, experts: Sequence[int]) -> RankTokens:
+    ids = torch.tensor(experts).expand(tokens.num_tokens, len(experts)).contiguous()
+    return replace(tokens, topk_idx=ids)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("counts", [[21], [17, 40], [9, 0, 16, 5]], ids=str)
+def test_ranks_compute_what_one_reference_does(
+    check: Check, tokens: Any, make_layer: Any, counts: list[int], size: tuple[int, int]
+) -> None:
+    num_ctas = 3 if len(counts) < 3 else 1
+    check([tokens(counts, size[0])], make_layer(E, *size), seeds=range(2), num_ctas=num_ctas)
+
+
+@pytest.mark.parametrize("tiling", TILINGS.values(), ids=TILINGS)
+def test_tilings(check: Check, tokens: Any, make_layer: Any, tiling: dict[str, int]) -> None:
+    check([tokens([50, 33], 512)], make_layer(E, 512, 256), seeds=range(2), **tiling)
+
+
+@pytest.mark.parametrize("name", REAL_TILINGS)
+def test_tilings_of_the_real_kernels(check: Check, tokens: Any, make_layer: Any, name: str) -> None:
+    counts, tiling = REAL_TILINGS[name]
+    ranks = [route_all_to(rank, [1, 6]) for rank in tokens(counts, 512)]
+    check([ranks], make_layer(E, 512, 256), **tiling)
+
+
+@pytest.mark.parametrize("name", ["pairs, 64 tokens", "pairs, 160 tokens"])
+@pytest.mark.parametrize("counts", [[200], [97, 0], [1, 33]], ids=str)
+def test_pairs_share_tokens(
+    check: Check, tokens: Any, make_layer: Any, counts: list[int], name: str
+) -> None:
+    # All to two experts: blocks of every fill, also of a single box for one of the two CTAs.
+    ranks = [route_all_to(rank, [2, 6]) for rank in tokens(counts, 768)]
+    check([ranks, ranks], make_layer(E, 768, 384), **TILINGS[name])
+
+
+def test_pairs_wrap_around_the_ring(check: Check, tokens: Any, make_layer: Any) -> None:
+    ranks = [route_all_to(rank, [0, 5]) for rank in tokens([140, 60], 512)]
+    tiling = TILINGS["pairs, 64 tokens"] | {"ring_rows": 256, "wave_blocks": 1}
+    check([ranks], make_layer(E, 512, 256), seeds=range(3), **tiling)
+
+
+@pytest.mark.parametrize(
+    "case", ["hot expert", "one expert twice", "only -1", "no token at all", "one token"]
+)
+def test_routings_at_the_edge(check: Check, tokens: Any, make_layer: Any, case: str) -> None:
+    ranks = tokens([40, 7], 384)
+    if case == "hot expert":
+        ranks = [route_all_to(rank, [1, 6]) for rank in ranks]
+    elif case == "one expert twice":
+        ranks = [route_all_to(rank, [5, 5]) for rank in ranks]
+    elif case == "only -1":
+        ranks = [route_all_to(rank, [-1, -1]) for rank in ranks]
+    elif case == "no token at all":
+        ranks = tokens([0, 0], 384)
+    else:
+        ranks = tokens([0, 1], 384)
+    check([ranks], make_layer(E, 384, 128), seeds=range(2))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_ring_wraps_around(check: Check, tokens: Any, make_layer: Any, seed: int) -> None:
+    # Two places for blocks, and each rank has five or more.
+    ranks = [route_all_to(rank, [0, 5]) for rank in tokens([40, 30], 384, seed)]
+    check([ranks], make_layer(E, 384, 128), seeds=[seed], ring_rows=256, wave_blocks=1)
+
+
+def test_a_block_in_two_chunks_of_scales(check: Check, tokens: Any, make_layer: Any) -> None:
+    # 144 tokens: the scale words of tokens 128 and on are in a chunk of their own.
+    ranks = [route_all_to(rank, [2, 6]) for rank in tokens([100, 40], 384)]
+    check([ranks], make_layer(E, 384, 128), **TILINGS["144 tokens"])
+
+
+def test_launches_follow_each_other(check: Check, tokens: Any, make_layer: Any) -> None:
+    launches = [tokens([9, 21], 384, seed) for seed in range(3)]
+    check(launches, make_layer(E, 384, 128), seeds=range(2))
+
+
+def test_a_shared_expert(check: Check, tokens: Any, make_layer: Any) -> None:
+    shared = make_layer(1, 384, 128, seed=7)
+    check([tokens([18, 5], 384)], make_layer(E, 384, 128), shared=shared)
+
+
+def test_without_a_clamp(check: Check, tokens: Any, make_layer: Any) -> None:
+    check([tokens([18, 5], 384)], make_layer(E, 384, 128), limit=None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["16 tokens", "pairs, 64 tokens"])
+def test_the_width_of_flash(run_sm100: Any, make_tokens: Any, make_layer: Any, name: str) -> None:
+    # 16 stages of K in L1, so sums are rounded 64 times: the bound, not the bits.
+    layer, ranks = make_layer(2, 4096, 2048), [make_tokens(20, 4096, 2, 1, "nvfp4")]
+    result = run_sm100([ranks], layer.w13, layer.w2, **TILINGS[name])
+    assert result.ended_well, (result.message, result.failures)
+    (y_ref,) = mega_moe(ranks, layer.w13, layer.w2, activation="nvfp4", swiglu_limit=10.0)
+    (y,) = result.outputs[0]
+    assert float((y.double() - y_ref.double()).norm() / y_ref.double().norm()) <= BOUND
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(40))
+def test_the_contract_holds(run_sm100: Any, tokens: Any, make_layer: Any, seed: int) -> None:
+    layer = make_layer(E, 512, 256, seed=seed)
+    name = list(TILINGS)[seed % 5]
+    launches = [tokens([30 + seed, seed], 512, seed), tokens([seed, 16], 512, seed + 50)]
+    result = run_sm100(launches, layer.w13, layer.w2, seed=seed, **TILINGS[name])
+    assert result.ended_well, (result.message, result.failures)
+    for got, ranks in zip(result.outputs, launches, strict=True):
+        want = mega_moe(ranks, layer.w13, layer.w2, activation="nvfp4", swiglu_limit=10.0)
+        y, y_ref = torch.cat(got).double(), torch.cat(want).double()
+        assert float((y - y_ref).norm() / y_ref.norm()) <= BOUND
