@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "host/layer_run.hpp"
+#include "megamoe/stages/place_order.hpp"
 
 using namespace megamoe;
 using namespace megamoe::host;
@@ -25,6 +26,15 @@ int run(const LayerRun& arguments, char* message, int capacity) {
   copy_text(stopped.value_or(""), message, capacity);
   return stopped ? 1 : 0;
 }
+
+// A machine whose stores are not of a rank's buffer.
+struct IntoPlainMemory : HostMachine {
+  using HostMachine::HostMachine;
+  template <class T>
+  void store(T* to, T value) {
+    *to = value;
+  }
+};
 
 }  // namespace
 
@@ -99,6 +109,24 @@ void megamoe_requantize(const float* x, float input_scale, uint8_t* codes, uint8
         const RequantizedPair pair = requantize_pair(m, x[at], x[at + 1], input_scale);
         codes[at / 2] = pair.codes;
         scales[block] = pair.scale;
+      }
+    });
+  }
+  world.crew.run([] { return false; });
+}
+
+// Rows of BF16 to the order of columns that sm_90a multiplies in, by one emulated warp; the number
+// of chunks is a multiple of 32.
+void megamoe_place_order(const Chunk* from, uint8_t* to, int64_t num_chunks, uint64_t seed) {
+  const RankBuffers none{};
+  World world(seed, none, 1, 1, 1);
+  Cta cta;
+  cta.warps.resize(1);
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    world.crew.add([&, lane] {
+      IntoPlainMemory m(world, cta, lane, 0, 0, lane);
+      for (int64_t idx = lane; idx < num_chunks; idx += kWarpSize) {
+        InPlaceOrder::store(m, to, static_cast<int>(idx), from[idx], true);
       }
     });
   }

@@ -21,7 +21,7 @@ from megamoe_kernel.jit.nvrtc import Nvrtc
 from megamoe_kernel.jit.targets import TARGETS, Target
 from megamoe_kernel.kernels import kernels_of
 from megamoe_kernel.models import MODELS
-from megamoe_kernel.prepare_kernel import VALUES, prepare_source
+from megamoe_kernel.prepare_kernel import VALUES, copy_source, prepare_source
 
 PRO = MODELS["deepseek-v4-pro"]
 #: The number in a cubin's flags, from ptxas: 100f is a kind of 100.
@@ -47,6 +47,17 @@ def test_prepare_inputs_of_any_width(
     dtype: torch.dtype, hidden: int, nvrtc: Nvrtc, cache: CubinCache
 ) -> None:
     source = prepare_source(dtype, hidden)
+    assert source.threads % 32 == 0
+    assert 32 <= source.threads <= 512
+    compile_kernel(source, "sm_90a", cache=cache)
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("hidden", [128, 7168, 16384])
+def test_copy_inputs_of_any_width(
+    ids: torch.dtype, hidden: int, nvrtc: Nvrtc, cache: CubinCache
+) -> None:
+    source = copy_source(ids, hidden, 6)
     assert source.threads % 32 == 0
     assert 32 <= source.threads <= 512
     compile_kernel(source, "sm_90a", cache=cache)
