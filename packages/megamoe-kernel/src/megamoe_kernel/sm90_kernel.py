@@ -38,7 +38,7 @@ _MOST_STAGES = 24
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sm90Tiling of stages/sm90_mainloop.cuh, and a block's tokens.
+    """Sm90Tiling of stages/sm90_pipeline.cuh, and a block's tokens.
 
     most: of tokens that an expert gets on average, where it is used. The rest as in the header.
     """
@@ -186,7 +186,7 @@ def run_sm90_layer(
 
 
 class _Weights(ctypes.Structure):
-    """Sm90Weights of stages/sm90_mainloop.cuh."""
+    """Sm90Weights of stages/sm90_pipeline.cuh."""
 
     _fields_ = (("tiles", ctypes.c_void_p), ("alpha", ctypes.c_void_p))
 

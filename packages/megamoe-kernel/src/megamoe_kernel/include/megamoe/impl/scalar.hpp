@@ -87,7 +87,8 @@ MEGAMOE_FN void run_layer(M& m, const Shape& shape, const RankBuffers& buffers,
 
   Pool<Shape> pool(shape, words);
   pool.build(m, everyone, mine, layer.num_tokens);
-  ok = dispatchers.has(m) ? fetch<Format>(m, dispatchers, shape, buffers, pool, 0, pool.num_blocks())
+  const int blocks = pool.num_blocks();
+  ok = dispatchers.has(m) ? fetch<Format>(m, dispatchers, shape, buffers, pool, 0, blocks)
                           : compute<Format>(m, computers, shape, buffers, pool, layer, tile);
   if (!everyone.sync(m, ok)) return;
 

@@ -39,7 +39,8 @@ struct PlannedTask {
 };
 inline constexpr int kPlanned = 4;  // places for them in shared memory; the last is free
 
-// Shared memory: the stages, a tile for the epilogues, sums to be added, words, the tile's barriers, the plan.
+// Shared memory: the stages, a tile for the epilogues, sums to be added, words, the tile's barriers,
+// the plan.
 template <class Tiling, class Shape>
 struct Sm90Shared {
   static constexpr int kPartials =
@@ -108,7 +109,8 @@ __device__ __forceinline__ bool sm90_task(M& m, const Group& computers,
                                           uint32_t count) {
   const int thread = computers.thread(m);
   Sm90Sums<Tiling, Shape::block_rows> sums;
-  sums.warpgroup = static_cast<int>(m.shuffle(thread / kWarpgroup, 0));  // the compiler sees: uniform
+  // By a shuffle, so that the compiler sees that it is uniform.
+  sums.warpgroup = static_cast<int>(m.shuffle(thread / kWarpgroup, 0));
   sums.thread = thread % kWarpgroup;
   sums.rows = planned.block.rows;
   bool ok;
@@ -224,9 +226,7 @@ __device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
   };
 
   if (threadIdx.x < kWarpgroup) {
-    if constexpr (Tiling::producer_registers > 0) {
-      ptx::registers_down<Tiling::producer_registers>();
-    }
+    ptx::registers_down<Tiling::producer_registers>();
     const int warp = threadIdx.x / kWarpSize;
     if (warp == 0) {
       copy_weights(m, shape, pool, stages, [&](Layer layer, int expert) -> const uint8_t* {
@@ -252,9 +252,7 @@ __device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
   } else {
     fetch_blocks.template operator()<14>(first_fetchers, 0, first);  // waits for nothing
     planners.sync(m);
-    if constexpr (Tiling::consumer_registers > 0) {
-      ptx::registers_up<Tiling::consumer_registers>();
-    }
+    ptx::registers_up<Tiling::consumer_registers>();
     ok = sm90_compute(m, computers, cta);
     if (!computers.sync(m, ok)) return;
     if (!rank_barrier(m, computers, arguments.buffers, shape.num_ranks, kCombineSignal, launch)) {

@@ -1,0 +1,220 @@
+// sm_90a: how weights and tokens come to a CTA's shared memory, and how its results leave it.
+//
+// A stage is some tiles of K, 128 columns each: the task's tiles of weights as they lie in memory,
+// and the block's tokens as boxes in the swizzle of 128 bytes. One warp copies weights, another
+// tokens, so weights run ahead while tokens are waited for.
+#pragma once
+
+#include "megamoe/ptx/sm90.cuh"
+#include "megamoe/scheduler/gates.hpp"
+#include "megamoe/scheduler/tasks.hpp"
+
+namespace megamoe {
+
+inline constexpr int kWarpgroup = 128;
+inline constexpr int kWarpgroupBarrier = 8;  // named barriers: one for each consumer warpgroup
+inline constexpr int kTileRows = 64, kTileColumns = 128;  // of layout_sm90.py
+inline constexpr int kTileBytes = 4608, kTileCodeBytes = 4096, kTileScaleBytes = 512;
+inline constexpr int kBoxColumns = 64;  // BF16: the 128 bytes of the swizzle
+inline constexpr int kMaxBoxRows = 16;
+
+// How the consumer warpgroups share a task. groups x split warpgroups; each group has `tiles` tiles
+// of rows of its own, and each of its warpgroups one of a stage's `split` tiles of K. These sum up at
+// the end. narrow: tokens up to which a block is multiplied as one of so many; block_rows: there are none.
+template <int kGroups, int kSplit, int kTiles, int kNarrow, int kStages, int kProducerRegisters,
+          int kConsumerRegisters>
+struct Sm90Tiling {
+  static constexpr int groups = kGroups, split = kSplit, tiles = kTiles, stages = kStages;
+  static constexpr int narrow = kNarrow;
+  static constexpr int producer_registers = kProducerRegisters;
+  static constexpr int consumer_registers = kConsumerRegisters;
+  static constexpr int warpgroups = groups * split;
+  static constexpr int task_tiles = groups * tiles;
+  static constexpr int weight_rows = task_tiles * kTileRows;
+  static constexpr int columns = split * kTileColumns;                  // of a stage
+  static constexpr int weight_bytes = task_tiles * split * kTileBytes;  // of a stage
+};
+
+template <class Shape>
+MEGAMOE_FN constexpr int box_rows(const Shape& shape) {
+  return shape.block_rows % kMaxBoxRows == 0 ? kMaxBoxRows : 8;
+}
+
+// Stages of a task.
+template <class Tiling, class Shape>
+MEGAMOE_FN constexpr int task_steps(const Shape& shape, Layer layer) {
+  return (layer == Layer::kL1 ? shape.hidden : shape.intermediate) / Tiling::columns;
+}
+
+// The ring of stages, in shared memory. Tokens first: boxes want 1024-byte addresses.
+template <class Tiling, class Shape>
+struct Stages {
+  static constexpr int kTokenBytes = Shape::block_rows * Tiling::columns * 2;
+  static constexpr int kTokensAt = 0;
+  static constexpr int kWeightsAt = kTokensAt + Tiling::stages * kTokenBytes;
+  static constexpr int kBarriersAt = kWeightsAt + Tiling::stages * Tiling::weight_bytes;
+  static constexpr int kBytes = kBarriersAt + Tiling::stages * 16;
+
+  uint8_t* base;
+  uint32_t base_address;
+
+  explicit __device__ __forceinline__ Stages(uint8_t* shared)
+      : base(shared), base_address(ptx::shared_address(shared)) {}
+
+  __device__ __forceinline__ uint32_t address(int at) const {
+    return base_address + static_cast<uint32_t>(at);
+  }
+  // phase: which tile of K.
+  __device__ __forceinline__ uint32_t tokens(int stage, int phase) const {
+    return address(kTokensAt + stage * kTokenBytes + phase * (kTokenBytes / Tiling::split));
+  }
+  __device__ __forceinline__ const uint8_t* weights(int stage, int tile, int phase) const {
+    return base + kWeightsAt + stage * Tiling::weight_bytes +
+           (tile * Tiling::split + phase) * kTileBytes;
+  }
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return address(kBarriersAt + stage * 16);
+  }
+  __device__ __forceinline__ uint32_t free(int stage) const { return full(stage) + 8; }
+
+  // One thread, before a barrier of all.
+  __device__ __forceinline__ void init() const {
+    for (int stage = 0; stage < Tiling::stages; ++stage) {
+      ptx::barrier_init(full(stage), 2);  // who copies weights, who copies tokens
+      ptx::barrier_init(free(stage), Tiling::warpgroups * kWarpgroup / kWarpSize);
+    }
+    ptx::fence_barrier_init();
+  }
+};
+
+// Where a walk over the stages is: the n-th use of the ring.
+template <int kStages>
+struct StageCursor {
+  int stage = 0;
+  uint32_t round = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, ++round;
+  }
+  __device__ __forceinline__ void advance(int count) {
+    stage += count;
+    while (stage >= kStages) stage -= kStages, ++round;
+  }
+};
+
+// Waits for a phase of a barrier in shared memory. False if that took too long, or if another thread
+// of the rank gave up.
+template <Machine M>
+__device__ __forceinline__ bool wait_phase(M& m, uint32_t barrier, uint32_t parity) {
+  parity &= 1u;
+  if (ptx::barrier_test(barrier, parity)) return true;
+  const uint64_t start = m.clock();
+  for (uint32_t polls = 1; !ptx::barrier_test(barrier, parity); ++polls) {
+    if (polls % M::kPollsPerLook == 0) {
+      if (m.given_up()) return false;
+      if (m.clock() - start > m.wait_limit()) {
+        m.give_up({Wait::kPipeline}, parity, parity ^ 1u);
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+// Both layers' weights: tiles [experts, rows / 64, columns / 128, 4608] and alphas.
+struct Sm90Weights {
+  const uint8_t* tiles;
+  const float* alpha;  // L1 [experts, 2], L2 [experts]
+};
+
+// The epilogues' tile in shared memory: consumers fill it task by task, one warp stores it, and the
+// next task's products run meanwhile.
+struct TileHandoff {
+  uint32_t full, free;  // barriers
+
+  // One thread, before a barrier of all. warps: those that fill a tile.
+  __device__ __forceinline__ void init(int warps) const {
+    ptx::barrier_init(full, warps);
+    ptx::barrier_init(free, 1);
+    ptx::fence_barrier_init();
+  }
+  // The tile of task number `count` of this CTA may be written; all tiles before it are stored.
+  template <Machine M>
+  __device__ __forceinline__ bool wait_free(M& m, uint32_t count) const {
+    return wait_phase(m, free, count + 1);
+  }
+  template <Machine M>
+  __device__ __forceinline__ bool wait_full(M& m, uint32_t count) const {
+    return wait_phase(m, full, count);
+  }
+};
+
+// One warp: the weights of this CTA's tasks. weights(layer, expert): where an expert's tiles begin.
+template <class Tiling, Machine M, class Shape, class Weights>
+__device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Pool<Shape>& pool,
+                                             const Stages<Tiling, Shape>& stages,
+                                             Weights weights) {
+  TaskCursor<Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
+  StageCursor<Tiling::stages> at;
+  for (Task task; tasks.next(task);) {
+    const int steps = task_steps<Tiling>(shape, task.layer);
+    const int64_t row_bytes = int64_t{steps} * Tiling::split * kTileBytes;  // of a tile of rows
+    const uint8_t* from = weights(task.layer, pool.block(task.block).expert) +
+                          task.part * Tiling::task_tiles * row_bytes;
+    for (int step = 0; step < steps; ++step, at.advance()) {
+      if (!wait_phase(m, stages.free(at.stage), at.round + 1)) return;
+      if (lane_idx(m) == 0) {
+        ptx::barrier_arrive_expect(stages.full(at.stage), Tiling::weight_bytes);
+      }
+      m.sync_warp();
+      if (const int tile = lane_idx(m); tile < Tiling::task_tiles) {
+        constexpr int kPiece = Tiling::split * kTileBytes;
+        ptx::copy_bulk(ptx::shared_address(stages.weights(at.stage, tile, 0)),
+                       from + tile * row_bytes + step * kPiece, kPiece, stages.full(at.stage));
+      }
+    }
+  }
+}
+
+// One warp: the tokens of this CTA's tasks, as soon as they are there. maps: of the fields ring_x
+// and ring_h, in boxes of box_rows by kBoxColumns.
+template <class Tiling, Machine M, class Shape>
+__device__ __forceinline__ void copy_tokens(M& m, const Shape& shape, const Fields& mine,
+                                            const Pool<Shape>& pool,
+                                            const Stages<Tiling, Shape>& stages,
+                                            const void* const (&maps)[2]) {
+  constexpr int kBoxRows = box_rows(Shape{}), kBoxBytes = kBoxRows * kBoxColumns * 2;
+  constexpr int kPanels = Tiling::columns / kBoxColumns, kPanelBytes = Shape::block_rows * 128;
+  const Gates<Bf16, Shape> gates(shape, mine);
+  TaskCursor<Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
+  StageCursor<Tiling::stages> at;
+  for (Task task; tasks.next(task);) {
+    const bool is_l1 = task.layer == Layer::kL1;
+    bool ok = true;
+    if (lane_idx(m) == 0) {
+      ok = is_l1 ? gates.wait_tokens(m, task.block) : gates.wait_intermediate(m, task.block);
+      ptx::fence_proxy_async();
+    }
+    if (m.ballot(ok) != kAllLanes) return;
+    ptx::fence_proxy_async();  // in each lane that copies
+    const int steps = task_steps<Tiling>(shape, task.layer);
+    const int row = gates.slot(task.block).idx * shape.block_rows;
+    // What lies in the other rows is multiplied too, and stored nowhere.
+    const int boxes = ceil_div(pool.block(task.block).rows, kBoxRows);
+    for (int step = 0; step < steps; ++step, at.advance()) {
+      if (!wait_phase(m, stages.free(at.stage), at.round + 1)) return;
+      if (lane_idx(m) == 0) {
+        ptx::barrier_arrive_expect(stages.full(at.stage), kPanels * boxes * kBoxBytes);
+      }
+      m.sync_warp();
+      for (int i = lane_idx(m); i < kPanels * boxes; i += kWarpSize) {
+        const int panel = i % kPanels, box = i / kPanels;
+        ptx::copy_box(stages.tokens(at.stage, 0) + panel * kPanelBytes + box * kBoxBytes,
+                      maps[!is_l1], step * Tiling::columns + panel * kBoxColumns,
+                      row + box * kBoxRows, stages.full(at.stage));
+      }
+    }
+  }
+}
+
+}  // namespace megamoe
