@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from megamoe_kernel import (
     ScaleError,
     ShapeError,
     SymmBuffer,
+    api,
     fp8_nvfp4_mega_moe,
     get_symm_buffer_for_nvfp4_mega_moe,
     nvfp4_mega_moe,
@@ -369,6 +371,29 @@ def test_the_reference_backend_has_one_rank(ready: dict[str, Any]) -> None:
         r"the buffer is rank 1's of 2, .*megamoe_kernel\.reference\.mega_moe computes several",
         sym_buffer=second,
     )
+
+
+def test_who_picks_a_kernel_that_no_gpu_has_run_is_told_once(
+    ready: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Arch] = []
+    for arch, _ in CASES:
+        monkeypatch.setitem(api.LAYER_KERNELS, arch, lambda *_, arch=arch, **__: calls.append(arch))
+    monkeypatch.setattr(api, "has_kernel", lambda device: True)
+    api._warn_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger=api.__name__):
+        for backend in ("reference", "kernel", "kernel"):
+            for _, activation in CASES:
+                case = ready[activation]
+                fp8_nvfp4_mega_moe(
+                    Y.clone(), case.l1, case.l2, case.buffer, activation=activation,
+                    swiglu_limit=10.0, backend=backend,
+                )  # fmt: skip
+    assert calls == ["sm_100a", "sm_90a"] * 2
+    (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert "sm_100a was compiled and emulated, never run on a GPU" in warning.getMessage()
+    assert "docs/blackwell.md" in warning.getMessage()
+    api._warn_once.cache_clear()
 
 
 def test_a_missing_input_scale_is_named(ready: dict[str, Any]) -> None:

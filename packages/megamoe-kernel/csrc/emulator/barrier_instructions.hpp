@@ -117,6 +117,7 @@ inline void barrier_arrive_expect(uint32_t address, int bytes, Site site) {
   if (emulation->is(Mutant::kLoseFull)) return;
   if (emulation->is(Mutant::kExpectMore)) bytes += 16;
   if (emulation->is(Mutant::kExpectLess)) bytes -= 16;
+  if (emulation->is(Mutant::kOtherExpectsLess) && !emulation->leads()) bytes -= 512;
   if (bytes <= 0 || bytes >= 1 << 20) emulation->stop(site, "expects no number of bytes");
   arrive(barrier, emulation->world.clocks.publish(emulation->thread().agent), bytes);
 }

@@ -70,13 +70,17 @@ inline void claim(CtaState& cta, const Piece& piece, const Clock& known, const S
   std::memset(cta.shared.at(piece.to), 0xA5, 16);
 }
 
-// A thread begins to copy: what it reads and overwrites it has to know of.
-inline void begin_copy(std::vector<Piece> pieces, uint32_t barrier_address, const Site& site) {
+// A thread begins to copy, to its own CTA or to the pair's other: what it reads and overwrites it
+// has to know of. `signals`: the CTA whose barrier counts the bytes.
+inline void begin_copy(const std::vector<Piece>& pieces, CtaState& cta, CtaState& signals,
+                       uint32_t barrier_address, const Site& site) {
   Emulation& e = *emulation;
   const int agent = e.thread().agent;
-  CtaState& cta = e.cta();
-  Barrier& barrier = barrier_at(cta, barrier_address, site);
+  Barrier& barrier = barrier_at(signals, barrier_address, site);
   const Clock known = e.known_now(), by_proxy = e.known(e.thread().proxy);
+  if (&cta != &e.cta()) {
+    cta.visitors[static_cast<size_t>(agent)] = known[static_cast<size_t>(agent)];
+  }
   if (cta.shared.has(pieces[0].to, 16) && cta.shared.cell(pieces[0].to) == Cell::kWritten) {
     e.stop(site, "copies to a stage whose content nobody has used");
   }
@@ -89,13 +93,16 @@ inline void begin_copy(std::vector<Piece> pieces, uint32_t barrier_address, cons
       e.world.crew.stop(e.world.crew.running(), why);
     }
   }
-  const auto carry_out = [&cta, &barrier, by_proxy,
-                          pieces = std::move(pieces)](const Pending& self) {
+  const auto carry_out = [&cta, &barrier, by_proxy, pieces](const Pending& self) {
     for (const Piece& piece : pieces) land(self, cta, piece, by_proxy);
     const int64_t bytes = static_cast<int64_t>(16 * pieces.size());
     if (barrier.come(self.known, bytes)) emulation->world.crew.memory_changed();
   };
   cta.copies.push_back({site, agent, known, carry_out});
+}
+inline void begin_copy(const std::vector<Piece>& pieces, uint32_t barrier, const Site& site) {
+  CtaState& cta = emulation->cta();
+  begin_copy(pieces, cta, cta, barrier, site);
 }
 
 // Mutants that concern a copy's target or its barrier: those of the stage after.
@@ -129,12 +136,9 @@ inline void disturb_box(EmulatedMap& map, uint32_t& to, int& x, int& y) {
   if (e.is(Mutant::kBoxesOverlap)) to += e.geometry.tokens_at - e.geometry.in_stage(to);
 }
 
-}  // namespace megamoe::emulator
-
-namespace megamoe::ptx {
-
-inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, Site site) {
-  emulation->step();
+// The bytes of a bulk copy; its mutants.
+inline std::vector<Piece> pieces_of_bulk(uint32_t to, const void* from, int bytes,
+                                         uint32_t& barrier, const Site& site) {
   const uint8_t* source = static_cast<const uint8_t*>(from);
   if (to % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16 || bytes <= 0) {
     emulation->stop(site, "copies what is no multiple of 16 bytes");
@@ -146,12 +150,39 @@ inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier
   }
   if (emulation->is(Mutant::kScaleSourceStays) && !is_token) source = first;
   if (emulation->is(Mutant::kTokenScaleSource) && is_token) source += 512;
-  emulator::disturb(to, barrier);
-  std::vector<emulator::Piece> pieces;
+  disturb(to, barrier);
+  std::vector<Piece> pieces;
   for (uint32_t at = 0; at < static_cast<uint32_t>(bytes); at += 16) {
     pieces.push_back({source + at, to + at});
   }
-  emulator::begin_copy(std::move(pieces), barrier, site);
+  return pieces;
+}
+
+}  // namespace megamoe::emulator
+
+namespace megamoe::ptx {
+
+inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, Site site) {
+  emulation->step();
+  const auto pieces = emulator::pieces_of_bulk(to, from, bytes, barrier, site);
+  emulator::begin_copy(pieces, barrier, site);
+}
+
+// In each CTA a copy of its own, which comes to its end when it likes.
+inline void copy_bulk_to_pair(uint32_t to, const void* from, int bytes, uint32_t barrier,
+                              Site site) {
+  emulation->step();
+  const auto pieces = emulator::pieces_of_bulk(to, from, bytes, barrier, site);
+  int number = 0;
+  for (emulator::CtaState* cta : emulation->group(2)) {
+    const bool leads = number++ == 0;
+    if (emulation->is(Mutant::kMaskLeader) && !leads) continue;
+    if (emulation->is(Mutant::kMaskOther) && leads) continue;
+    emulator::CtaState& signals = emulation->is(Mutant::kSignalOwn) ? emulation->cta() : *cta;
+    emulator::begin_copy(pieces, *cta, signals, barrier, site);
+    // Who has waited for one of the copies does not know of the one begun after it.
+    emulation->world.clocks.publish(emulation->thread().agent);
+  }
 }
 
 inline void copy_box(uint32_t to, const void* map_address, int x, int y, uint32_t barrier,
@@ -175,7 +206,7 @@ inline void copy_box(uint32_t to, const void* map_address, int x, int y, uint32_
       pieces.push_back({from, target});
     }
   }
-  emulator::begin_copy(std::move(pieces), barrier, site);
+  emulator::begin_copy(pieces, barrier, site);
 }
 
 }  // namespace megamoe::ptx

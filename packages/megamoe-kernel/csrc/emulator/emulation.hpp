@@ -62,7 +62,7 @@ struct CtaState {
   std::deque<Pending> products;
   host::Meeting pair;    // of a leader
   bool leaving = false;  // it has freed tensor memory, the last thing that it does
-  Clock visitors{};      // the last time that each agent arrived from the pair's other CTA
+  Clock visitors{};      // the last time that each agent of the pair's other CTA came here
   int elected = 0;       // the lane that elect() names, in all warps
   int allocating_warp = 0, allocating_lanes = 0;  // who has called tensor_alloc or tensor_free
   const uint8_t* first_scales = nullptr;  // of the stage that is filled

@@ -1,4 +1,5 @@
-// Deliberate mistakes in what a kernel's instructions do, one in a run, chosen when it begins.
+// Deliberate mistakes in what a kernel's instructions do, and one in what its stages compute. A run
+// has one, chosen when it begins.
 //
 // They are made in the emulator, between the call and its effect, as if the source had said
 // something else: the kernel has no trace of them, and a build for a GPU cannot have any. A check
@@ -18,7 +19,11 @@ namespace megamoe::emulator {
   X(kOneCta, "pair: one CTA multiplies")                                          \
   X(kScalesAlone, "pair: scales are copied in the leader only")                   \
   X(kSameTokens, "pair: both CTAs copy the first half of the tokens")             \
-  X(kHalvesSwapped, "pair: the halves of the tokens swapped")
+  X(kHalvesSwapped, "pair: the halves of the tokens swapped")                     \
+  X(kMaskLeader, "pair: scales of tokens go to the leader only")                  \
+  X(kMaskOther, "pair: scales of tokens go to the other CTA only")                \
+  X(kSignalOwn, "pair: the leader's barrier counts the bytes of both CTAs")       \
+  X(kOtherExpectsLess, "pair: the other CTA expects 512 bytes too few")
 
 // name, in words
 #define MEGAMOE_MUTANTS(X)                                                        \
@@ -86,6 +91,7 @@ namespace megamoe::emulator {
   X(kTokensSwapped, "two tokens swapped")                                         \
   X(kOutputsSwapped, "two outputs swapped")                                       \
   X(kStaleRead, "registers used before the load has come")                        \
+  X(kEarlyTopk, "top-k weights before requantization, not in combine")            \
   MEGAMOE_PAIR_MUTANTS(X)
 
 enum class Mutant : int {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "emulator/copy_instructions.hpp"
+#include "emulator/layer_machine.hpp"
 #include "emulator/product_instructions.hpp"
 #include "host/layer_run.hpp"
 #include "megamoe/impl/sm100.hpp"
@@ -39,7 +40,8 @@ class Sm100Kernel {
   }
   void add_thread(int, int rank, int cta, int thread) { emulation_.add_thread(rank, cta, thread); }
 
-  void run(HostMachine& m, Cta&, int launch) {
+  void run(const HostMachine& machine, Cta&, int launch) {
+    LayerMachine m(machine);
     uint8_t* shared = emulation_.cta().shared.base();
     sm100_run<Tiling>(m, p_, arguments(m.rank_idx(), launch), shared);
   }

@@ -57,7 +57,7 @@ inline void tensor_free(uint32_t address, int columns, Site site) {
   const emulator::Clock known = emulation->known_now();
   for (size_t agent = 0; agent < known.size(); ++agent) {
     if (known[agent] < cta.visitors[agent]) {
-      emulation->stop(site, "may end before the other CTA's last arrival");
+      emulation->stop(site, "may end before the other CTA's last arrival or copy");
     }
   }
   if (emulation->is(Mutant::kNoFree)) return;

@@ -8,6 +8,7 @@ multiplies FP8 by NVFP4. FP8 hidden states are quantized to NVFP4 where the tens
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Literal, Protocol
 
 import torch
@@ -61,10 +62,9 @@ class LayerKernel(Protocol):
 
 
 #: The architectures whose layer there is a kernel for.
-LAYER_KERNELS: dict[Arch, LayerKernel] = {
-    "sm_90a": run_sm90_layer,
-    "sm_100a": run_sm100_layer,  # never run on a GPU: docs/blackwell.md
-}
+LAYER_KERNELS: dict[Arch, LayerKernel] = {"sm_90a": run_sm90_layer, "sm_100a": run_sm100_layer}
+#: Those of them that no GPU has run; whoever picks one is told. See docs/blackwell.md.
+_NEVER_RUN: frozenset[Arch] = frozenset({"sm_100a"})
 
 logger = logging.getLogger(__name__)
 
@@ -205,10 +205,22 @@ def fp8_nvfp4_mega_moe(
         raise BackendError(
             f"there is no kernel for {sym_buffer.device}; pass backend='reference' there"
         )
+    if l1_weights.arch in _NEVER_RUN:
+        _warn_once(l1_weights.arch)
     run(y, l1_weights, l2_weights, sym_buffer, swiglu_limit=swiglu_limit, shared=shared)
 
 
 nvfp4_mega_moe = fp8_nvfp4_mega_moe
+
+
+@cache
+def _warn_once(arch: Arch) -> None:
+    logger.warning(
+        "the kernel for %s was compiled and emulated, never run on a GPU: its results may be "
+        "wrong. megamoe verify compares them with the reference; docs/blackwell.md says what was "
+        "checked without a GPU",
+        arch,
+    )
 
 
 def check_is_pair(shared: object) -> None:

@@ -12,7 +12,7 @@ from .models import MoEShape, local_experts
 #: Nanoseconds after which a wait is given up.
 WAIT_LIMIT = 20_000_000_000
 _MOST_WAVE_BLOCKS = 16
-_CTAS = 132  # of an H100 or H200; others only share out less well
+_HOPPER_CTAS = 132  # of an H100 or H200; others only share out less well
 
 
 def static_shape(
@@ -24,8 +24,12 @@ def static_shape(
     ring_blocks: int,
     block_rows: int,
     weight_rows: int,
+    num_ctas: int = _HOPPER_CTAS,
 ) -> str:
-    """A layer's sizes and tiling as the type StaticShape of layout/problem.hpp."""
+    """A layer's sizes and tiling as the type StaticShape of layout/problem.hpp.
+
+    num_ctas: of a launch on the GPU that the kernel is meant for; on others it is right too.
+    """
     constants = (
         num_ranks,
         local_experts(shape.num_experts, num_ranks),
@@ -35,13 +39,13 @@ def static_shape(
         shape.intermediate,
         ring_rows,
         block_rows,
-        _wave_blocks(ring_blocks // 2, 2 * shape.intermediate // weight_rows),
+        _wave_blocks(ring_blocks // 2, 2 * shape.intermediate // weight_rows, num_ctas),
         weight_rows,
     )
     return f"megamoe::StaticShape<{listed(constants)}>"
 
 
-def _wave_blocks(most: int, l1_tasks: int) -> int:
+def _wave_blocks(most: int, l1_tasks: int, num_ctas: int) -> int:
     """Blocks of a wave: at most ``most``, a block having l1_tasks of L1.
 
     Of those up to _MOST_WAVE_BLOCKS the one whose tasks share out best among the CTAs; else some
@@ -49,7 +53,7 @@ def _wave_blocks(most: int, l1_tasks: int) -> int:
     """
 
     def idle(blocks: int) -> float:
-        return -blocks * l1_tasks % _CTAS / (blocks * l1_tasks)
+        return -blocks * l1_tasks % num_ctas / (blocks * l1_tasks)
 
     return min(range(min(_MOST_WAVE_BLOCKS, most), 0, -1), key=idle)
 

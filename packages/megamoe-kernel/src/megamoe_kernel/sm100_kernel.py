@@ -39,6 +39,8 @@ _SHARED_BYTES = 226 * 1024  # kMostShared
 _MOST_STAGES = 8
 _FETCH_WARPS, _EPILOGUE_GROUPS = 5, 2
 _OTHER_REGISTERS, _EPILOGUE_REGISTERS = 80, 176  # 128 for each of 512 threads in all
+# Of a B200. Pairs have half as many tasks for half as many clusters, so the same wave suits them.
+_CTAS = 148
 _THREADS = 32 * (3 + _FETCH_WARPS + 4 * _EPILOGUE_GROUPS)
 
 
@@ -137,6 +139,7 @@ def sm100_source(
         ring_blocks=ring_rows // tiling.scale_rows,
         block_rows=tiling.block_rows,
         weight_rows=tiling.weight_rows,
+        num_ctas=_CTAS,
     )
     return KernelSource(
         name="sm100_layer",

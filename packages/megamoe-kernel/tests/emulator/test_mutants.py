@@ -8,6 +8,7 @@ has to be seen as disorder: a missing wait or fence is found under every seed.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,29 @@ def test_none_passes_under_any_seed(
         result = run(numbers[words], seed=seed)
         error = relative_error(result.outputs[0], expected)
         assert not (result.ended_well and error <= 10 * BOUND), f"seed {seed}"
+
+
+def test_early_topk_weights_are_seen_by_their_rounding_alone(
+    run_sm100: Any, layer: Any, ranks: list[RankTokens], numbers: dict[str, int]
+) -> None:
+    # No disorder, and nothing wrong but the requantization, which a power of two does not change as
+    # long as no block scale is too large.
+    mutant = numbers["top-k weights before requantization, not in combine"]
+    w2 = replace(layer.w2, input_scale=torch.tensor(10.0**2 / 2688))
+    errors = []
+    for all_alike in (False, True):
+        weighted = [
+            replace(rank, topk_weights=torch.full_like(rank.topk_weights, 0.5))
+            if all_alike
+            else rank
+            for rank in ranks
+        ]
+        result = run_sm100([weighted], layer.w13, w2, mutant=mutant, **ALONE)
+        assert result.ended_well, (result.message, result.failures)
+        expected = mega_moe(weighted, layer.w13, w2, activation="nvfp4", swiglu_limit=10.0)
+        errors.append(relative_error(result.outputs[0], expected))
+    assert 10 * BOUND < errors[0] < 0.5
+    assert errors[1] <= BOUND
 
 
 def test_a_device_build_has_no_mutants() -> None:

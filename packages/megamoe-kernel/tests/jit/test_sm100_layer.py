@@ -98,6 +98,8 @@ def check(machine: Machine, tiling: Tiling) -> None:
     assert machine.count(r"UT[A-Z]*MMA.*") == products
     assert machine.count(r"UTMALDG\.2D.*") >= 2
     assert machine.count(r"UBLKCP.*") >= 2
+    # Scales of tokens, to both CTAs at once; nothing else, and nobody else, copies to another CTA.
+    assert machine.count(r"(UBLKCP|UTMALDG).*MULTICAST.*") == (tiling.ctas == 2)
     assert machine.count(r"LDTM\.16dp256bit\.x2") == 4  # two in each layer's epilogue
     assert machine.count(r"UTCBAR.*") == 2  # a stage is free, sums are complete
     assert machine.count(r"USETMAXREG.*") == 2
@@ -157,6 +159,23 @@ def test_every_tiling_has_stages_enough() -> None:
         for tiling in tilings_of(shape):
             assert tiling.stages(shape.num_experts, shape.num_experts) >= 3
     assert all(tiling.tiles == 1 for tiling in tilings_of(MoEShape(8, 2, 128, 384)))
+
+
+@pytest.mark.parametrize("shape", [PRO, FLASH], ids=["pro", "flash"])
+@pytest.mark.parametrize("tiling", [*TILINGS, *PAIR_TILINGS], ids=str)
+def test_a_wave_shares_out_among_the_multiprocessors_of_a_b200(
+    tiling: Tiling, shape: MoEShape
+) -> None:
+    found = re.search(r"StaticShape<([\d, ]+)>", sm100_source(shape, 8, 32768, tiling).function)
+    assert found is not None
+    wave_blocks = int(found[1].split(", ")[8])
+    clusters = 148 // tiling.ctas
+    tasks = 2 * shape.intermediate // (tiling.ctas * tiling.weight_rows)
+
+    def idle(blocks: int) -> float:
+        return -blocks * tasks % clusters / (blocks * tasks)
+
+    assert idle(wave_blocks) == min(idle(blocks) for blocks in range(1, 17))
 
 
 def test_numbers_that_python_repeats() -> None:

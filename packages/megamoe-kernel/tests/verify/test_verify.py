@@ -16,7 +16,7 @@ from torch import Tensor
 from megamoe_kernel import SymmBuffer, fp8_nvfp4_mega_moe, prepare_inputs, reference
 from megamoe_kernel.api import ACTIVATIONS, Backend
 from megamoe_kernel.cli import main
-from megamoe_kernel.jit.targets import TARGETS
+from megamoe_kernel.jit.targets import TARGETS, Target
 from megamoe_kernel.models import MODELS
 from megamoe_kernel.verify import checks, ranks
 from megamoe_kernel.verify.cases import (
@@ -223,6 +223,12 @@ if rank == "2":
 finding = dict(check="ranks", case=f"rank {rank}, {launches} launches", status="passed", error=0.5)
 pathlib.Path(folder, f"{rank}.json").write_text(json.dumps([finding]))
 """
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_ranks_run_the_layer_of_every_target(target: Target) -> None:
+    way, _, activation = ranks._ways(target)[-1]
+    assert (way, activation) == ("layer", ACTIVATIONS[LAYOUTS[target]])
 
 
 def test_ranks_that_die_or_hang_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:

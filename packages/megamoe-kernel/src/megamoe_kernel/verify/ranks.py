@@ -24,6 +24,7 @@ from ..activations import quantize_tokens
 from ..api import ACTIVATIONS, LAYER_KERNELS, prepare_inputs
 from ..buffer import get_symm_buffer_for_nvfp4_mega_moe
 from ..errors import BackendError
+from ..jit.targets import Target
 from ..models import MoEShape
 from ..reference import Activation, RankTokens, mega_moe
 from .cases import random_weights, spread
@@ -124,17 +125,22 @@ def main(launches: int, folder: Path) -> None:
     group = dist.group.WORLD
     assert group is not None
     findings = [_check_buffers(group, device)]
-    ways: list[tuple[str, Load, Activation]] = [
-        ("without tensor cores", scalar_layer, activation) for activation in get_args(Activation)
-    ]
-    arch = LAYOUTS[required_target()]
-    if arch in LAYER_KERNELS:
-        ways.append(("layer", public_layer(arch), ACTIVATIONS[arch]))
-    for way in ways:
+    for way in _ways(required_target()):
         findings.append(_check_launches(group, device, *way, launches))
     dist.destroy_process_group()
     path = folder / f"{rank_idx}.json"
     path.write_text(json.dumps([asdict(finding) for finding in findings]))
+
+
+def _ways(target: Target) -> list[tuple[str, Load, Activation]]:
+    """The ways to compute the layer that this GPU has."""
+    ways: list[tuple[str, Load, Activation]] = [
+        ("without tensor cores", scalar_layer, activation) for activation in get_args(Activation)
+    ]
+    arch = LAYOUTS[target]
+    if arch in LAYER_KERNELS:
+        ways.append(("layer", public_layer(arch), ACTIVATIONS[arch]))
+    return ways
 
 
 def _shape(num_ranks: int) -> MoEShape:

@@ -8,6 +8,8 @@
 
 namespace megamoe::ptx {
 
+inline constexpr uint16_t kBothCtas = 0b11;  // of a pair, for what goes to several of a cluster
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -65,6 +67,14 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int byt
                :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
                : "memory");
 }
+__device__ __forceinline__ void copy_bulk_to_pair(uint32_t to, const void* from, int bytes,
+                                                  uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1], %2, [%3], %4;"
+               :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier),
+                  "h"(kBothCtas)
+               : "memory");
+}
 __device__ __forceinline__ void copy_box(uint32_t to, const void* map, int x, int y,
                                          uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -115,7 +125,7 @@ __device__ __forceinline__ void tensor_commit(uint32_t barrier) {
   } else {
     asm volatile("tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster"
                  ".multicast::cluster.b64 [%0], %1;"
-                 :: "r"(barrier), "h"(static_cast<uint16_t>(3)) : "memory");
+                 :: "r"(barrier), "h"(kBothCtas) : "memory");
   }
 }
 #undef MEGAMOE_CTA_GROUP

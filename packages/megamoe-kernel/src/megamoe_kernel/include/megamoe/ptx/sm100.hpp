@@ -56,6 +56,9 @@ MEGAMOE_GPU_FN void fence_proxy_async(MEGAMOE_SITE_ONLY);
 // `bytes` to shared memory. Both addresses and bytes: multiples of 16.
 MEGAMOE_GPU_FN void copy_bulk(uint32_t to, const void* from, int bytes,
                               uint32_t barrier MEGAMOE_SITE);
+// The same to both CTAs of a pair: in each at these addresses, and its bytes count at its barrier.
+MEGAMOE_GPU_FN void copy_bulk_to_pair(uint32_t to, const void* from, int bytes,
+                                      uint32_t barrier MEGAMOE_SITE);
 // A box of a two-dimensional tensor; x in elements of the row, y in rows.
 MEGAMOE_GPU_FN void copy_box(uint32_t to, const void* map, int x, int y,
                              uint32_t barrier MEGAMOE_SITE);

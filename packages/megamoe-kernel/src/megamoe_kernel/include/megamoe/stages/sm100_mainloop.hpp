@@ -113,8 +113,9 @@ MEGAMOE_GPU_FN bool copy_weights(M& m, const Shape& shape, const Pool<Shape>& po
   return true;
 }
 
-// One thread: the tokens of this CTA's tasks, as soon as they are there. maps: of the fields ring_x
-// and ring_h as bytes, in boxes of kTokenBoxRows rows of kSwizzleBytes.
+// One thread: the tokens of this CTA's tasks, as soon as they are there; the scales that both CTAs
+// of a pair need, the leader's brings to both. maps: of the fields ring_x and ring_h as bytes, in
+// boxes of kTokenBoxRows rows of kSwizzleBytes.
 template <class Tiling, Machine M, class Shape>
 MEGAMOE_GPU_FN bool copy_tokens(M& m, const Shape& shape, const Fields& mine,
                                 const Pool<Shape>& pool, const Sm100Stages<Tiling>& stages,
@@ -145,8 +146,13 @@ MEGAMOE_GPU_FN bool copy_tokens(M& m, const Shape& shape, const Fields& mine,
         ptx::copy_box(stages.tokens(ring.at) + static_cast<uint32_t>(box * kBoxBytes), maps[!is_l1],
                       column / 2, first_row + box * kTokenBoxRows, full);
       }
-      ptx::copy_bulk(stages.token_scales(ring.at),
-                     scales + column / kValuesPerScaleWord * scale_rows(shape), scale_bytes, full);
+      const uint32_t* from = scales + column / kValuesPerScaleWord * scale_rows(shape);
+      if constexpr (Tiling::ctas == 1) {
+        ptx::copy_bulk(stages.token_scales(ring.at), from, scale_bytes, full);
+      } else if (cta_of_group<Tiling>(m) == 0) {
+        // One commit freed the stage of both CTAs, so the other need not say that its own is free.
+        ptx::copy_bulk_to_pair(stages.token_scales(ring.at), from, scale_bytes, full);
+      }
     }
   }
   return true;

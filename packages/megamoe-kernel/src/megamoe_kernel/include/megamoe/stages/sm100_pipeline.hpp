@@ -6,8 +6,8 @@
 // constants of the tiling, and what does not fit does not compile.
 //
 // Two CTAs of a cluster can work as a pair: a task has then the rows of both, each CTA copies its
-// own rows of weights and half of the tokens, and its leader begins the products of both. Outside
-// the mainloop each has a task of its own, with its own rows.
+// own rows of weights and half of the tokens; its leader copies the tokens' scales to both, and
+// begins the products of both. Outside the mainloop each has a task of its own, with its own rows.
 #pragma once
 
 #include "megamoe/layout/block_scale.hpp"
