@@ -1,7 +1,7 @@
-"""Fused expert-parallel mixture-of-experts for NVFP4 weights: contract, reference, transforms.
+"""Fused expert-parallel mixture-of-experts for NVFP4 weights.
 
-There is no kernel of the whole layer yet: it runs on the reference backend, when asked for by name;
-prepare_inputs has one. The names import on first use.
+On Hopper and Blackwell one kernel runs the whole layer; the one for Blackwell no GPU has run yet.
+Elsewhere the reference does, when asked for by name. The names import on first use.
 """
 
 from __future__ import annotations
