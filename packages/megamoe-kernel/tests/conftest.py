@@ -41,8 +41,15 @@ MakeTokens = Callable[..., RankTokens]
 @pytest.fixture(scope="session")
 def make_layer() -> MakeLayer:
     def make(
-        num_experts: int, hidden: int, intermediate: int, *, seed: int = 0, gain: float = 1.0
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        seed: int = 0,
+        gain: float = 1.0,
+        largest: float = 8.0,
     ) -> Layer:
+        """largest: of the intermediate, as w2's input_scale has it."""
         generator = torch.Generator().manual_seed(seed)
 
         def matrix(rows: int, columns: int) -> NVFP4Tensor:
@@ -55,7 +62,7 @@ def make_layer() -> MakeLayer:
         ]
         down = [matrix(hidden, intermediate) for _ in range(num_experts)]
         w2 = as_w2(down)
-        input_scale = torch.tensor(8.0 / 2688)
+        input_scale = torch.tensor(largest / 2688)
         w2 = ExpertWeights(w2.weight, w2.weight_scale, w2.weight_scale_2, input_scale)
         return Layer(gate_up, down, as_w13(gate_up), w2)
 

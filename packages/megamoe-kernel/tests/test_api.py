@@ -60,7 +60,7 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
 def ready(make_layer: Any) -> dict[str, Any]:
     """Per activation: weights, shared weights and a filled buffer."""
     layer = make_layer(EXPERTS, HIDDEN, INTERMEDIATE)
-    extra = make_layer(1, HIDDEN, INTERMEDIATE, seed=1)
+    extra = make_layer(1, HIDDEN, INTERMEDIATE, seed=1, largest=3.0)
     cases: dict[str, Any] = {"layer": layer, "extra": extra}
     x, ids, weights = _inputs()
     for arch, activation in CASES:

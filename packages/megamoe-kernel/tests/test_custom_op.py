@@ -53,7 +53,10 @@ def _inputs(tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
 def case(request: pytest.FixtureRequest, make_layer: Any) -> Any:
     activation = request.param
     arch: Any = "sm_100a" if activation == "nvfp4" else "sm_90a"
-    layer, extra = make_layer(EXPERTS, HIDDEN, INTERMEDIATE), make_layer(1, HIDDEN, INTERMEDIATE)
+    layer, extra = (
+        make_layer(EXPERTS, HIDDEN, INTERMEDIATE),
+        make_layer(1, HIDDEN, INTERMEDIATE, largest=3.0),
+    )
     return SimpleNamespace(
         activation=activation,
         buffer=_buffer(activation),

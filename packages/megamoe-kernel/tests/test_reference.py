@@ -159,7 +159,7 @@ def test_equals_loops_over_single_numbers(
     make_tokens: Any,
 ) -> None:
     layer = make_layer(4, 64, 32, gain=3.0)
-    extra = make_layer(1, 64, 32, seed=1)
+    extra = make_layer(1, 64, 32, seed=1, largest=3.0)
     shared = (extra.w13, extra.w2) if with_shared else None
     tokens = make_tokens(5, 64, 4, 3, activation, masked=0.2)
     assert (tokens.topk_idx == -1).any()
@@ -321,14 +321,14 @@ def _split(tokens: RankTokens, sizes: list[int]) -> Iterator[RankTokens]:
 def test_nobody_has_tokens(make_layer: Any, make_tokens: Any) -> None:
     layer = make_layer(4, 64, 32)
     ranks = [make_tokens(0, 64, 4, 2, "bf16")] * 2
-    shared = make_layer(1, 64, 32, seed=1)
+    shared = make_layer(1, 64, 32, seed=1, largest=3.0)
     for extra in (None, (shared.w13, shared.w2)):
         parts = mega_moe(ranks, layer.w13, layer.w2, activation="bf16", shared=extra)
         assert [part.shape for part in parts] == [(0, 64), (0, 64)]
 
 
 def test_a_token_without_experts_gets_the_shared_expert(make_layer: Any, make_tokens: Any) -> None:
-    layer, shared = make_layer(4, 64, 32), make_layer(1, 64, 32, seed=1)
+    layer, shared = make_layer(4, 64, 32), make_layer(1, 64, 32, seed=1, largest=3.0)
     tokens = make_tokens(3, 64, 4, 2, "bf16")
     tokens.topk_idx[:] = -1
     tokens.topk_weights[:] = float("nan")

@@ -101,7 +101,9 @@ inline void barrier_arrive_at(emulator::CtaState& cta, uint32_t address, Site si
   const size_t agent = static_cast<size_t>(self.agent);
   if (&cta != &emulation->cta()) cta.visitors[agent] = emulation->known_now()[agent];
   if (is_of(barrier, M::kLoseReport, M::kNone, M::kNone, M::kLoseSumsFree)) return;
-  arrive(barrier, emulation->world.clocks.publish(self.agent), 0);
+  const emulator::Clock known = emulation->world.clocks.publish(self.agent);
+  if (&cta == &emulation->cta()) return arrive(barrier, known, 0);
+  if (barrier.arrive_from_far(known)) emulation->world.crew.memory_changed();
 }
 
 inline void barrier_arrive(uint32_t address, Site site) {
@@ -138,13 +140,20 @@ inline bool barrier_test(uint32_t address, uint32_t parity, Site site) {
   }
   if (!barrier.is_complete(parity)) return false;
   emulation->world.crew.not_waiting(emulation->world.crew.running());
-  emulation->world.clocks.learn(emulation->thread().agent, barrier.complete);
+  const int agent = emulation->thread().agent;
+  emulation->world.clocks.learn(agent, barrier.complete);
+  const bool is_narrow = is_of(barrier, Mutant::kNarrowFull, Mutant::kNone, Mutant::kNone,
+                               Mutant::kNarrowSumsFree);
+  if (kCtas == 2 && !is_narrow) emulation->world.clocks.learn(agent, barrier.complete_far);
   return true;
 }
 
 inline void pair_sync(Site) {
   emulation->step();
-  if (!emulation->is(Mutant::kNoPairSync)) emulation->meet_pair();
+  // Twice in a launch.
+  const bool is_first = emulation->thread().pair_syncs++ % 2 == 0;
+  if (emulation->is(is_first ? Mutant::kNoFirstSync : Mutant::kNoLastSync)) return;
+  emulation->meet_pair();
 }
 
 inline void fence_proxy_async(Site) {

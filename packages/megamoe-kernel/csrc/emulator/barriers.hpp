@@ -20,11 +20,18 @@ struct Barrier {
   uint32_t phase = 0;
   Clock arrived{};   // what those knew who arrived in this phase
   Clock complete{};  // and in all phases before
+  // The same of threads of another CTA: only a wait of the cluster's scope learns it.
+  Clock arrived_far{}, complete_far{};
 
   // Each of these: true if the phase ends.
   bool arrive(const Clock& known, int64_t more_bytes) {
     host::join(arrived, known);
     bytes += more_bytes;
+    --pending;
+    return flip();
+  }
+  bool arrive_from_far(const Clock& known) {
+    host::join(arrived_far, known);
     --pending;
     return flip();
   }
@@ -41,6 +48,7 @@ struct Barrier {
     ++phase;
     pending = expected;
     host::join(complete, arrived);
+    host::join(complete_far, arrived_far);
     return true;
   }
 };

@@ -35,6 +35,7 @@ struct Thread {
   Clock proxy{};            // what the thread knew at its last proxy fence
   Clock tensor{};           // and at its last tcgen05.fence::after_thread_sync
   bool handed_over = true;  // tcgen05.fence::before_thread_sync since the last tcgen05.ld
+  int pair_syncs = 0;
 };
 
 struct CtaState;

@@ -12,9 +12,12 @@ namespace megamoe::emulator {
 
 // Those of pairs of CTAs alone.
 #define MEGAMOE_PAIR_MUTANTS(X)                                                   \
-  X(kNoPairSync, "pair: the CTAs do not meet")                                    \
+  X(kNoFirstSync, "pair: the CTAs do not meet at the start")                        \
+  X(kNoLastSync, "pair: the CTAs do not meet at the end")                           \
   X(kNoReport, "pair: products do not wait for the other CTA's stage")            \
   X(kLoseReport, "pair: a stage of the other CTA is not reported")                \
+  X(kNarrowFull, "pair: products do not wait for a stage in the cluster's scope") \
+  X(kNarrowSumsFree, "pair: products do not wait for sums in the cluster's scope") \
   X(kCommitAlone, "pair: a commit reaches the leader only")                       \
   X(kOneCta, "pair: one CTA multiplies")                                          \
   X(kScalesAlone, "pair: scales are copied in the leader only")                   \

@@ -17,7 +17,7 @@
 
 namespace megamoe::host {
 
-inline constexpr int kMaxAgents = 64;
+inline constexpr int kMaxAgents = 72;
 using Clock = std::array<uint32_t, kMaxAgents>;
 
 inline void join(Clock& into, const Clock& other) {

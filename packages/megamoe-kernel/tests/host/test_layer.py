@@ -173,7 +173,7 @@ def test_the_shared_expert_sees_every_token(
 ) -> None:
     ranks = tokens([11, 0, 6, 3], activation)
     ranks[0] = route_all_to(ranks[0], (-1, -1))
-    layer, shared = make_layer(E, H, I), make_layer(1, H, I, seed=7)
+    layer, shared = make_layer(E, H, I), make_layer(1, H, I, seed=7, largest=3.0)
     check([ranks], layer, activation, shared=shared, seeds=range(2))
 
 
