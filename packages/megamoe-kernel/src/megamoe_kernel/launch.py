@@ -1,9 +1,13 @@
-"""What every launch of a whole layer passes: the layer's sizes as constants, all ranks' buffers."""
+"""What the launches of whole layers share: sizes as constants, tilings, arguments, buffers."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
+from typing import Protocol, TypeVar
+
+from torch import Tensor
 
 from .buffer import SymmBuffer
 from .buffer_sizes import MAX_RANKS
@@ -56,6 +60,60 @@ def _wave_blocks(most: int, l1_tasks: int, num_ctas: int) -> int:
         return -blocks * l1_tasks % num_ctas / (blocks * l1_tasks)
 
     return min(range(min(_MOST_WAVE_BLOCKS, most), 0, -1), key=idle)
+
+
+#: kMostShared: of the 227 KiB that a CTA can have.
+SHARED_BYTES = 226 * 1024
+
+
+def bytes_beside_stages(
+    block_rows: int, weight_rows: int, num_experts: int, local_experts: int
+) -> int:
+    """Shared memory of shared_memory.hpp: the epilogues' tile, the words of pool and routing."""
+    tile = block_rows * (2 * weight_rows + 16)  # kTileRowPadding
+    return tile + 4 * (5 * num_experts + 2 * local_experts + 8)
+
+
+class _ForTokens(Protocol):
+    @property
+    def most(self) -> float:
+        """Of tokens that an expert gets on average, where the tiling is used."""
+
+
+_Tiling = TypeVar("_Tiling", bound=_ForTokens)
+
+
+def tiling_of(fitting: Sequence[_Tiling], shape: MoEShape, tokens: int) -> _Tiling:
+    """The tiling for tokens of all ranks, spread evenly over all experts; fitting: by `most`."""
+    per_expert = tokens * shape.num_topk / shape.num_experts
+    return next((tiling for tiling in fitting if per_expert <= tiling.most), fitting[-1])
+
+
+#: With these fields end the arguments of the layers with tensor cores.
+CALL_FIELDS = (
+    ("limit", ctypes.c_float),
+    ("num_tokens", ctypes.c_int),
+    ("output", ctypes.c_void_p),
+    ("rank_idx", ctypes.c_int),
+    ("wait_limit", ctypes.c_uint64),
+    ("padding", ctypes.c_ubyte * 64),  # the structs in C++ end at a multiple of 64
+)
+
+
+def set_call(
+    arguments: ctypes.Structure,
+    y: Tensor,
+    sym_buffer: SymmBuffer,
+    swiglu_limit: float | None,
+    wait_limit: int,
+) -> None:
+    """Fill CALL_FIELDS and ``buffers``."""
+    arguments.buffers = rank_buffers(sym_buffer)
+    arguments.limit = clamp(swiglu_limit)
+    arguments.num_tokens = y.shape[0]
+    arguments.output = y.data_ptr()
+    arguments.rank_idx = sym_buffer.rank_idx
+    arguments.wait_limit = wait_limit
 
 
 def listed(constants: tuple[int, ...]) -> str:

@@ -21,12 +21,15 @@ from .jit.compile import KernelSource, compile_kernel
 from .jit.driver import TENSOR_MAP_BYTES, LoadedKernel, tensor_map
 from .jit.targets import Target, target_for
 from .launch import (
+    CALL_FIELDS,
+    SHARED_BYTES,
     WAIT_LIMIT,
-    clamp,
+    bytes_beside_stages,
     listed,
-    rank_buffers,
     rank_buffers_type,
+    set_call,
     static_shape,
+    tiling_of,
 )
 from .models import MoEShape, local_experts
 from .reference import required_input_scale
@@ -35,7 +38,6 @@ from .weights import MegaMoEWeights
 TARGETS: tuple[Target, ...] = ("sm_100a", "sm_100f", "sm_103a")
 _MMA_ROWS, _ROW_BYTES, _TOKEN_BOX_ROWS = 128, 128, 16  # kMmaRows, kSwizzleBytes, kTokenBoxRows
 _SCALE_ATOM_BYTES, _STAGE_STEPS, _SCALE_ROWS = 512, 4, 128
-_SHARED_BYTES = 226 * 1024  # kMostShared
 _MOST_STAGES = 8
 _FETCH_WARPS, _EPILOGUE_GROUPS = 5, 2
 _OTHER_REGISTERS, _EPILOGUE_REGISTERS = 80, 176  # 128 for each of 512 threads in all
@@ -68,12 +70,11 @@ class Tiling:
 
     def stages(self, num_experts: int, experts: int) -> int:
         """As many as fit beside the epilogues' tile and the words."""
-        tile = self.block_rows * 2 * self.weight_rows
-        words = 4 * (5 * num_experts + 2 * experts + 8)  # of the pool and of routing
+        beside = bytes_beside_stages(self.block_rows, self.weight_rows, num_experts, experts)
         barriers = 8 * (2 * _MOST_STAGES + 4) + 4 + 128
         scales = _STAGE_STEPS * _SCALE_ATOM_BYTES * (self.tiles + self.scale_rows // _SCALE_ROWS)
         stage = (self.weight_rows + self.block_rows // self.ctas) * _ROW_BYTES + scales
-        return min(_MOST_STAGES, (_SHARED_BYTES - tile - words - barriers) // stage)
+        return min(_MOST_STAGES, (SHARED_BYTES - beside - barriers) // stage)
 
 
 #: Two tiles share the tokens that a stage has; layers that they do not divide take one. 224 is the
@@ -106,9 +107,7 @@ def tilings_of(shape: MoEShape) -> list[Tiling]:
 
 def tiling_for(shape: MoEShape, tokens: int) -> Tiling:
     """The tiling for a call: tokens of all ranks, spread evenly over all experts."""
-    fitting = tilings_of(shape)
-    per_expert = tokens * shape.num_topk / shape.num_experts
-    return next((tiling for tiling in fitting if per_expert <= tiling.most), fitting[-1])
+    return tiling_of(tilings_of(shape), shape, tokens)
 
 
 def sm100_sources(shape: MoEShape, num_ranks: int, ring_rows: int) -> list[KernelSource]:
@@ -192,17 +191,10 @@ def run_sm100_layer(
         arguments.alphas[index] = weights.alpha.data_ptr()
     for index, down in enumerate((l2, *(shared or ())[1:])):
         arguments.input_scales[index] = required_input_scale(down.input_scale).data_ptr()
-    arguments.buffers = rank_buffers(sym_buffer)
-    arguments.limit = clamp(swiglu_limit)
-    arguments.num_tokens = y.shape[0]
-    arguments.output = y.data_ptr()
-    arguments.rank_idx = sym_buffer.rank_idx
-    arguments.wait_limit = wait_limit
+    set_call(arguments, y, sym_buffer, swiglu_limit, wait_limit)
     count = torch.cuda.get_device_properties(sym_buffer.device).multi_processor_count
     grid = (count // tiling.ctas * tiling.ctas, 1, 1)
-    kernel.launch(
-        arguments, grid, shared_bytes=_SHARED_BYTES, cluster=tiling.ctas, cooperative=True
-    )
+    kernel.launch(arguments, grid, shared_bytes=SHARED_BYTES, cluster=tiling.ctas, cooperative=True)
 
 
 _TensorMap = ctypes.c_ubyte * TENSOR_MAP_BYTES
@@ -223,12 +215,7 @@ def _arguments_type(num_fields: int) -> type[ctypes.Structure]:
         ("scales", ctypes.c_void_p * 4),
         ("alphas", ctypes.c_void_p * 4),
         ("input_scales", ctypes.c_void_p * 2),
-        ("limit", ctypes.c_float),
-        ("num_tokens", ctypes.c_int),
-        ("output", ctypes.c_void_p),
-        ("rank_idx", ctypes.c_int),
-        ("wait_limit", ctypes.c_uint64),
-        ("padding", ctypes.c_ubyte * 64),  # the struct in C++ ends at a multiple of 64
+        *CALL_FIELDS,
     )
     return type("Sm100Arguments", (ctypes.Structure,), {"_fields_": fields})
 

@@ -18,12 +18,15 @@ from .jit.compile import KernelSource, compile_kernel
 from .jit.driver import TENSOR_MAP_BYTES, LoadedKernel, tensor_map
 from .jit.targets import Target
 from .launch import (
+    CALL_FIELDS,
+    SHARED_BYTES,
     WAIT_LIMIT,
-    clamp,
+    bytes_beside_stages,
     listed,
-    rank_buffers,
     rank_buffers_type,
+    set_call,
     static_shape,
+    tiling_of,
 )
 from .layout_sm90 import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from .models import MoEShape, local_experts
@@ -32,7 +35,6 @@ from .weights import MegaMoEWeights
 TARGET: Target = "sm_90a"
 _WARPGROUP = 128
 _BOX_COLUMNS, _MAX_BOX_ROWS = 64, 16  # kBoxColumns, kMaxBoxRows
-_SHARED_BYTES = 226 * 1024  # kMostShared
 _MOST_STAGES = 24
 
 
@@ -62,13 +64,12 @@ class Tiling:
 
     def stages(self, num_experts: int, experts: int) -> int:
         """As many as fit beside the epilogues' tile, the partial sums and the words."""
-        tile = self.block_rows * (2 * self.weight_rows + 16)
+        beside = bytes_beside_stages(self.block_rows, self.weight_rows, num_experts, experts)
         partials = (self.split - 1) * self.weight_rows * self.block_rows * 4
-        words = 4 * (5 * num_experts + 2 * experts + 8) + 256  # of the pool, routing, the plan
-        alignment = 128
+        plan, alignment = 256, 128
         tiles = self.weight_rows // TILE_ROWS
         stage = self.split * (self.block_rows * 2 * TILE_COLUMNS + tiles * TILE_BYTES)
-        left = _SHARED_BYTES - tile - partials - words - alignment
+        left = SHARED_BYTES - beside - partials - plan - alignment
         return min(_MOST_STAGES, left // (stage + 16))
 
 
@@ -101,9 +102,7 @@ def tilings_of(shape: MoEShape) -> list[Tiling]:
 
 def tiling_for(shape: MoEShape, tokens: int) -> Tiling:
     """The tiling for a call: tokens of all ranks, spread evenly over all experts."""
-    fitting = tilings_of(shape)
-    per_expert = tokens * shape.num_topk / shape.num_experts
-    return next((tiling for tiling in fitting if per_expert <= tiling.most), fitting[-1])
+    return tiling_of(tilings_of(shape), shape, tokens)
 
 
 def sm90_sources(shape: MoEShape, num_ranks: int, ring_rows: int) -> list[KernelSource]:
@@ -173,16 +172,11 @@ def run_sm90_layer(
     for name, columns in (("ring_x", shape.hidden), ("ring_h", shape.intermediate)):
         encoded = tensor_map(sym_buffer.address(name), ring_rows, columns, box_rows, _BOX_COLUMNS)
         setattr(arguments, f"{name}_map", encoded)
-    arguments.buffers = rank_buffers(sym_buffer)
     for index, weights in enumerate((l1, l2, *(shared or ()))):
         arguments.weights[index] = _Weights(weights.weight.data_ptr(), weights.alpha.data_ptr())
-    arguments.limit = clamp(swiglu_limit)
-    arguments.num_tokens = y.shape[0]
-    arguments.output = y.data_ptr()
-    arguments.rank_idx = sym_buffer.rank_idx
-    arguments.wait_limit = wait_limit
+    set_call(arguments, y, sym_buffer, swiglu_limit, wait_limit)
     num_ctas = torch.cuda.get_device_properties(sym_buffer.device).multi_processor_count
-    kernel.launch(arguments, (num_ctas, 1, 1), shared_bytes=_SHARED_BYTES, cooperative=True)
+    kernel.launch(arguments, (num_ctas, 1, 1), shared_bytes=SHARED_BYTES, cooperative=True)
 
 
 class _Weights(ctypes.Structure):
@@ -200,12 +194,7 @@ def _arguments_type(num_fields: int) -> type[ctypes.Structure]:
         ("ring_h_map", tensor_map_bytes),
         ("buffers", rank_buffers_type(num_fields)),
         ("weights", _Weights * 4),
-        ("limit", ctypes.c_float),
-        ("num_tokens", ctypes.c_int),
-        ("output", ctypes.c_void_p),
-        ("rank_idx", ctypes.c_int),
-        ("wait_limit", ctypes.c_uint64),
-        ("padding", ctypes.c_ubyte * 64),  # the struct in C++ ends at a multiple of 64
+        *CALL_FIELDS,
     )
     return type("Sm90Arguments", (ctypes.Structure,), {"_fields_": fields})
 

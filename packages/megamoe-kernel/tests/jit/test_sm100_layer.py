@@ -23,6 +23,7 @@ from megamoe_kernel.buffer_layout import INCLUDE
 from megamoe_kernel.jit.compile import KernelSource
 from megamoe_kernel.jit.nvrtc import Nvrtc
 from megamoe_kernel.jit.targets import Target
+from megamoe_kernel.launch import SHARED_BYTES
 from megamoe_kernel.models import MODELS, MoEShape
 from megamoe_kernel.sm100_kernel import (
     PAIR_TILINGS,
@@ -135,6 +136,7 @@ def test_the_machine_code_of_every_tiling(tiling: Tiling, nvrtc: Nvrtc, tmp_path
 def test_other_layers_compile(nvrtc: Nvrtc) -> None:
     for source in (
         sm100_source(TINY, 2, 1024, TILINGS[0], num_shared=1),
+        sm100_source(PRO, 2, 32768, TILINGS[3]),  # little shared memory is left beside the words
         sm100_source(MoEShape(8, 2, 128, 128), 1, 512, tilings_of(MoEShape(8, 2, 128, 128))[0]),
     ):
         assert b"sm100_layer" in compiled(nvrtc, source, "sm_100a")
@@ -184,7 +186,7 @@ def test_numbers_that_python_repeats() -> None:
         "kSwizzleBytes": sm100_kernel._ROW_BYTES,
         "kTokenBoxRows": sm100_kernel._TOKEN_BOX_ROWS,
         "kScaleAtomBytes": sm100_kernel._SCALE_ATOM_BYTES,
-        "kMostShared": sm100_kernel._SHARED_BYTES,
+        "kMostShared": SHARED_BYTES,
     }
     text = "".join(path.read_text() for path in (INCLUDE / "megamoe").rglob("*sm100*"))
     text += (INCLUDE / "megamoe" / "ptx" / "descriptors.hpp").read_text()
