@@ -36,6 +36,22 @@ struct IntoPlainMemory : HostMachine {
   }
 };
 
+// f(machine, lane) in each lane of one emulated warp.
+template <class M, class F>
+void run_warp(uint64_t seed, F f) {
+  const RankBuffers none{};
+  World world(seed, none, 1, 1, 1);
+  Cta cta;
+  cta.warps.resize(1);
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    world.crew.add([&, lane] {
+      M m(world, cta, lane, 0, 0, lane);
+      f(m, lane);
+    });
+  }
+  world.crew.run([] { return false; });
+}
+
 }  // namespace
 
 extern "C" {
@@ -97,40 +113,24 @@ void megamoe_fp32_from_ue4m3(const uint8_t* byte, float* out, int64_t n) {
 // of four.
 void megamoe_requantize(const float* x, float input_scale, uint8_t* codes, uint8_t* scales,
                         int64_t num_blocks, uint64_t seed) {
-  const RankBuffers none{};
-  World world(seed, none, 1, 1, 1);
-  Cta cta;
-  cta.warps.resize(1);
-  for (int lane = 0; lane < kWarpSize; ++lane) {
-    world.crew.add([&, lane] {
-      HostMachine m(world, cta, lane, 0, 0, lane);
-      for (int64_t block = lane % 4; block < num_blocks; block += 4) {
-        const int64_t at = block * kBlockSize + lane / 4 * 2;
-        const RequantizedPair pair = requantize_pair(m, x[at], x[at + 1], input_scale);
-        codes[at / 2] = pair.codes;
-        scales[block] = pair.scale;
-      }
-    });
-  }
-  world.crew.run([] { return false; });
+  run_warp<HostMachine>(seed, [&](HostMachine& m, int lane) {
+    for (int64_t block = lane % 4; block < num_blocks; block += 4) {
+      const int64_t at = block * kBlockSize + lane / 4 * 2;
+      const RequantizedPair pair = requantize_pair(m, x[at], x[at + 1], input_scale);
+      codes[at / 2] = pair.codes;
+      scales[block] = pair.scale;
+    }
+  });
 }
 
 // Rows of BF16 to the order of columns that sm_90a multiplies in, by one emulated warp; the number
 // of chunks is a multiple of 32.
 void megamoe_place_order(const Chunk* from, uint8_t* to, int64_t num_chunks, uint64_t seed) {
-  const RankBuffers none{};
-  World world(seed, none, 1, 1, 1);
-  Cta cta;
-  cta.warps.resize(1);
-  for (int lane = 0; lane < kWarpSize; ++lane) {
-    world.crew.add([&, lane] {
-      IntoPlainMemory m(world, cta, lane, 0, 0, lane);
-      for (int64_t idx = lane; idx < num_chunks; idx += kWarpSize) {
-        InPlaceOrder::store(m, to, static_cast<int>(idx), from[idx], true);
-      }
-    });
-  }
-  world.crew.run([] { return false; });
+  run_warp<IntoPlainMemory>(seed, [&](IntoPlainMemory& m, int lane) {
+    for (int64_t idx = lane; idx < num_chunks; idx += kWarpSize) {
+      InPlaceOrder::store(m, to, static_cast<int>(idx), from[idx], true);
+    }
+  });
 }
 
 // Where the word of (row, word_idx) is among a block's.
