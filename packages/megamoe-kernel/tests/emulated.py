@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe_kernel import ExpertWeights, QuantizedTokens
 from megamoe_kernel.failure import Failure, read_failure
-from megamoe_kernel.reference import Activation, RankTokens
+from megamoe_kernel.reference import Activation, RankTokens, mega_moe
 
 
 class Problem(ctypes.Structure):
@@ -176,3 +177,30 @@ def by_rank(routed: Tensor, extra: Tensor | None, num_ranks: int) -> Tensor:
     if extra is not None:
         parts = [torch.cat([part, as_bytes(extra)]) for part in parts]
     return torch.stack(parts)
+
+
+def compare(
+    run: Callable[..., Any],
+    launches: Sequence[Sequence[RankTokens]],
+    layer: Any,
+    activation: Activation,
+    *,
+    seeds: Sequence[int] = (0,),
+    limit: float | None = 10.0,
+    shared: Any = None,
+    **tiling: int,
+) -> None:
+    """Run launches under some seeds and compare every rank's output with the reference's."""
+    extra = None if shared is None else (shared.w13, shared.w2)
+    expected = [
+        mega_moe(
+            ranks, layer.w13, layer.w2, activation=activation, swiglu_limit=limit, shared=extra
+        )
+        for ranks in launches
+    ]
+    for seed in seeds:
+        result = run(launches, layer.w13, layer.w2, seed=seed, limit=limit, shared=extra, **tiling)
+        assert result.ended_well, (result.message, result.failures)
+        for got, want in zip(result.outputs, expected, strict=True):
+            for rank_idx, (y, y_ref) in enumerate(zip(got, want, strict=True)):
+                assert torch.equal(y, y_ref), f"rank {rank_idx} under seed {seed}"

@@ -51,33 +51,11 @@ Check = Callable[..., None]
 
 
 @pytest.fixture
-def check(run_sm100: Any, kernel_exp: None) -> Check:
+def check(run_sm100: Any, emulated: Any, kernel_exp: None) -> Check:
     """Run launches under some seeds and compare every rank's output with the reference's."""
 
-    def compare(
-        launches: Sequence[Sequence[RankTokens]],
-        layer: Any,
-        *,
-        seeds: Sequence[int] = (0,),
-        limit: float | None = 10.0,
-        shared: Any = None,
-        **tiling: int,
-    ) -> None:
-        extra = None if shared is None else (shared.w13, shared.w2)
-        expected = [
-            mega_moe(
-                ranks, layer.w13, layer.w2, activation="nvfp4", swiglu_limit=limit, shared=extra
-            )
-            for ranks in launches
-        ]
-        for seed in seeds:
-            result = run_sm100(
-                launches, layer.w13, layer.w2, seed=seed, limit=limit, shared=extra, **tiling
-            )
-            assert result.ended_well, (result.message, result.failures)
-            for got, want in zip(result.outputs, expected, strict=True):
-                for rank_idx, (y, y_ref) in enumerate(zip(got, want, strict=True)):
-                    assert torch.equal(y, y_ref), f"rank {rank_idx} under seed {seed}"
+    def compare(launches: Sequence[Sequence[RankTokens]], layer: Any, **options: Any) -> None:
+        emulated.compare(run_sm100, launches, layer, "nvfp4", **options)
 
     return compare
 

@@ -26,35 +26,19 @@ Check = Callable[..., None]
 
 
 @pytest.fixture
-def check(run_layer: Any, kernel_exp: None) -> Check:
+def check(run_layer: Any, emulated: Any, kernel_exp: None) -> Check:
     """Run launches under some seeds and compare every rank's output with the reference's."""
 
     def compare(
         launches: Sequence[Sequence[RankTokens]],
         layer: Any,
         activation: Activation,
-        *,
-        seeds: Sequence[int] = (0,),
-        limit: float | None = 10.0,
-        shared: Any = None,
-        **tiling: int,
+        **options: Any,
     ) -> None:
-        extra = None if shared is None else (shared.w13, shared.w2)
-        expected = [
-            mega_moe(
-                ranks, layer.w13, layer.w2, activation=activation, swiglu_limit=limit, shared=extra
-            )
-            for ranks in launches
-        ]
-        for seed in seeds:
-            result = run_layer(
-                launches, layer.w13, layer.w2, activation,
-                seed=seed, limit=limit, shared=extra, **tiling,
-            )  # fmt: skip
-            assert result.ended_well, (result.message, result.failures)
-            for got, want in zip(result.outputs, expected, strict=True):
-                for rank_idx, (y, y_ref) in enumerate(zip(got, want, strict=True)):
-                    assert torch.equal(y, y_ref), f"rank {rank_idx} under seed {seed}"
+        def run(launches: Any, w13: Any, w2: Any, **more: Any) -> Any:
+            return run_layer(launches, w13, w2, activation, **more)
+
+        emulated.compare(run, launches, layer, activation, **options)
 
     return compare
 
