@@ -4,9 +4,13 @@ Each session has its own environment, installed by uv at the versions and hashes
 constraints.txt. Only what a session needs is installed.
 """
 
+import os
 from pathlib import Path
 
 import nox
+
+# Many processes here import torch: without bytecode on disk each would compile it anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv"

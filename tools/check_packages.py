@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from build_packages import DIST, NATIVE, distribution_name, sdist_of
@@ -51,9 +52,9 @@ class Environment:
         pip = [self.uv, "pip", "install", "--python", str(self.python)]
         return self.run(*pip, CONSTRAINTS, BUILD_CONSTRAINTS, *arguments, env=env)
 
-    def smoke(self, *arguments: str) -> None:
+    def smoke(self, *arguments: str) -> str:
         """Run tools/smoke.py isolated: no PYTHONPATH, no current folder, no user site."""
-        print(" ", self.run(str(self.python), "-I", str(SMOKE), *arguments).strip(), flush=True)
+        return self.run(str(self.python), "-I", str(SMOKE), *arguments).strip()
 
 
 def _which_uv() -> str:
@@ -66,19 +67,19 @@ def _which_uv() -> str:
     return found
 
 
-def check_codec_wheel(wheel: Path, python: Path, folder: Path) -> None:
+def check_codec_wheel(wheel: Path, python: Path, folder: Path) -> str:
     environment = Environment(folder, python)
     environment.install(str(wheel))
-    environment.smoke("--backend=native", f"--version={read_version()}")
+    return environment.smoke("--backend=native", f"--version={read_version()}")
 
 
-def check_codec_without_compiler(python: Path, folder: Path) -> None:
+def check_codec_without_compiler(python: Path, folder: Path) -> str:
     """Install the sdist with an empty PATH: no compiler, no cmake, no ninja, no make."""
     environment = Environment(folder, python)
     empty = folder / "empty"
     empty.mkdir()
     install_without_compiler(environment, CODEC, empty)
-    environment.smoke("--backend=reference", f"--version={read_version()}")
+    return environment.smoke("--backend=reference", f"--version={read_version()}")
 
 
 def install_without_compiler(environment: Environment, package: str, empty: Path) -> None:
@@ -142,13 +143,21 @@ def check_others(codec: Path, kernel: Path, python: Path, folder: Path) -> None:
 def main() -> int:
     pythons = {version: path for version, path in find_interpreters().items() if path is not None}
     codec_wheels = {version: wheel_of(CODEC, version) for version in pythons}
+    version, python = next(iter(pythons.items()))
     with tempfile.TemporaryDirectory() as scratch:
-        for version, python in pythons.items():
-            print(f"{codec_wheels[version].name}, alone")
-            check_codec_wheel(codec_wheels[version], python, _folder(scratch, *version))
-        version, python = next(iter(pythons.items()))
-        print("the codec's sdist, without a compiler")
-        check_codec_without_compiler(python, _folder(scratch, "pure"))
+        # Two at a time: each installs torch and imports it for the first time.
+        with ThreadPoolExecutor(2) as pool:
+            checks = {
+                f"{wheel.name}, alone": pool.submit(
+                    check_codec_wheel, wheel, pythons[tag], _folder(scratch, *tag)
+                )
+                for tag, wheel in codec_wheels.items()
+            }
+            checks["the codec's sdist, without a compiler"] = pool.submit(
+                check_codec_without_compiler, python, _folder(scratch, "pure")
+            )
+            for name, check in checks.items():
+                print(f"{name}\n  {check.result()}", flush=True)
         print("the other packages")
         kernel = wheel_of(KERNEL, version)
         check_others(codec_wheels[version], kernel, python, _folder(scratch, "others"))

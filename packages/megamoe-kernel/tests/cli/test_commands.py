@@ -10,7 +10,11 @@ import pytest
 
 from megamoe_kernel.cli import main
 from megamoe_kernel.errors import CompileError
+from megamoe_kernel.jit.compile import KernelSource
 from megamoe_kernel.jit.nvrtc import find_nvrtc
+from megamoe_kernel.jit.targets import Target
+from megamoe_kernel.kernels import kernels_of
+from megamoe_kernel.models import MODELS, MoEShape
 
 
 def test_buffer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,15 +46,29 @@ def test_ranks_that_cannot_be(
     assert re.search(rf"(number of ranks is|has) {ranks}", capsys.readouterr().err)
 
 
-def test_precompile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_precompile(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     try:
         find_nvrtc()
     except CompileError as error:
         pytest.skip(f"needs NVRTC: {error}")
+    wanted = {}
+
+    def two_and_a_layer(shape: MoEShape, num_ranks: int, target: Target) -> list[KernelSource]:
+        """That all of them compile is seen in jit/test_compile.py, and takes long."""
+        assert (shape, num_ranks) == (MODELS["deepseek-v4-pro"], 8)
+        wanted[target] = kernels_of(shape, num_ranks, target)[:3]
+        return wanted[target]
+
+    monkeypatch.setattr("megamoe_kernel.kernels.kernels_of", two_and_a_layer)
     words = ["precompile", "--model=deepseek-v4-pro", "--ep=8", f"--cache={tmp_path / 'c'}"]
     assert main([*words, "--arch", "sm_90a", "sm_100f", "--arch", "sm_90a", "--json"]) == 0
     kernels = json.loads(capsys.readouterr().out)["kernels"]
-    assert {kernel["target"] for kernel in kernels} == {"sm_90a", "sm_100f"}
+    assert wanted.keys() == {"sm_90a", "sm_100f"}
+    assert [(kernel["target"], kernel["kernel"]) for kernel in kernels] == [
+        (target, source.name) for target, sources in wanted.items() for source in sources
+    ]
     assert not any(kernel["cached"] for kernel in kernels)
     assert main([*words, "--arch", "sm_90a"]) == 0
     assert "was there" in capsys.readouterr().out
