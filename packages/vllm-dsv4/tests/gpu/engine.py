@@ -2,7 +2,8 @@
 
 The job: ``llm`` (arguments of vllm.LLM), ``prompts`` and ``new_tokens`` (full-vocabulary logprobs
 of all prompts and of that many greedy tokens), ``windows`` (the given tokens' losses), and
-``greedy`` (prompts of which the tokens alone are wanted). What was built comes back as JSON.
+``alone`` (prompts of which only the tokens are wanted, asked one after another: which requests meet
+in a batch depends on when they arrive). What was built comes back as JSON.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def run(job: dict[str, Any], result: str) -> None:
     if job["windows"]:
         answers = ask(job["windows"], max_tokens=1, prompt_logprobs=0)
         arrays["losses"] = np.stack([given(answer) for answer in answers])
-    answers = ask(job["greedy"], max_tokens=size) if job["greedy"] else []
-    arrays["greedy"] = np.array([answer.outputs[0].token_ids for answer in answers])
+    answers = [ask([prompt], max_tokens=size)[0] for prompt in job["alone"]]
+    arrays["alone"] = np.array([answer.outputs[0].token_ids for answer in answers])
     counters = {} if job["llm"]["disable_log_stats"] else counted(llm)
     about = {
         **counters,

@@ -49,6 +49,10 @@ ENVIRONMENT: Mapping[str, str] = {
 STOCK: Mapping[str, str] = {"VLLM_PLUGINS": ""}
 #: The extra arguments of two ranks; the custom all-reduce would exchange memory handles.
 TWO = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
+#: vLLM's layer for fused kernels, from which a moe_kernel gets its tokens.
+MEGA = {"moe_backend": "deep_gemm_mega_moe", "enable_expert_parallel": True}
+#: The options with which megamoe-kernel takes over the routed experts.
+MEGAMOE = {"moe_kernel": "megamoe"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Job:
     """What to serve, how, and what to ask.
 
     checkpoint: a name of variants.py, ``official`` or ``prepared``. prompts: all lengths with the
-    long one, or none.
+    long one, or none. alone: the prompts again, one after another.
     """
 
     checkpoint: str
@@ -65,6 +69,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     prompts: str = "all"
     windows: int = 0
+    alone: bool = False
     gpus: int = 1
 
 
@@ -72,13 +77,13 @@ class Job:
 JOBS: Mapping[str, Job] = {
     "heavy": Job("heavy"),
     "heavy-hf": Job("heavy-hf", options={"verify_load": True}),
-    "full": Job("full", windows=WINDOWS),
+    "full": Job("full", windows=WINDOWS, alone=True),
     "swapped": Job("swapped"),
     "experts": Job("experts", windows=WINDOWS),
     "official": Job("official", windows=WINDOWS),
     "prepared": Job("prepared", environment=STOCK, windows=WINDOWS),
     "heavy-wo_a-bf16": Job("heavy", options={"wo_a_dtype": "bf16"}),
-    "graphs": Job("full", {"enforce_eager": False}),
+    "graphs": Job("full", {"enforce_eager": False}, alone=True),
     "marlin": Job("full", {"moe_backend": "marlin"}),
     "subnormal": Job("subnormal", {"moe_backend": "humming"}),
     "marlin-subnormal": Job("subnormal", {"moe_backend": "marlin"}),
@@ -88,14 +93,14 @@ JOBS: Mapping[str, Job] = {
          "disable_log_stats": False},
         prompts="none",
     ),
-    "mega": Job(
-        "full", {"moe_backend": "deep_gemm_mega_moe", "enable_expert_parallel": True},
-        prompts="none",
-    ),
+    "megamoe": Job("full", MEGA, options=MEGAMOE, alone=True),
+    "megamoe-graphs": Job("full", {**MEGA, "enforce_eager": False}, options=MEGAMOE, alone=True),
+    "mega": Job("full", MEGA, prompts="none"),
     "stock": Job("full", environment=STOCK, prompts="none"),
     "tp2": Job("wide", TWO, gpus=2),
     "ep2": Job("wide", {**TWO, "enable_expert_parallel": True}, gpus=2),
     "tp2-narrow": Job("full", TWO, gpus=2),
+    "megamoe-ep2": Job("wide", {**TWO, **MEGA}, options=MEGAMOE, gpus=2),
 }  # fmt: skip
 
 
@@ -176,7 +181,7 @@ class Fleet:
         prompts = asked(job)
         task = {
             "llm": llm, "prompts": prompts, "new_tokens": NEW_TOKENS,
-            "windows": texts.windows(job.windows), "greedy": texts.prompts(),
+            "windows": texts.windows(job.windows), "alone": texts.prompts() if job.alone else [],
         }  # fmt: skip
         request, result = self._folder / f"{name}.json", self._folder / f"{name}.npz"
         request.write_text(json.dumps(task))

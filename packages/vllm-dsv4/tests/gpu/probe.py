@@ -6,9 +6,14 @@ from typing import Any
 
 
 def built(model: Any) -> dict[str, Any]:
-    """The model's class, and by module the quantization method with its kernel, if it names one."""
+    """The model's class, and by module the quantization method with its kernel, if it names one.
+
+    Experts on a kernel from elsewhere have no such method: their own class, and the kernel's name.
+    """
     methods = {}
     for name, module in model.named_modules():
+        if type(module).__name__ == "KernelExperts":
+            methods[name] = f"KernelExperts {module.backend.name}"
         method = getattr(module, "quant_method", None)
         if method is None:
             continue

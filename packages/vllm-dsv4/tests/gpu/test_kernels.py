@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from . import texts
@@ -17,13 +18,27 @@ pytestmark = [
 
 #: The same values by the same kernel. Lost scales are lost experts: a KL above 1.
 SAME = Gate(mean=0.05, kl=0.001, top1=0.985)
+#: A logit is BF16: its step between 16 and 32.
+TIE = 0.125
 
 
 @pytest.mark.parametrize("served", [("full", "graphs")], indirect=True, ids=" and ".join)
 def test_cuda_graphs_give_eagers_tokens(served: tuple[Served, Served]) -> None:
     eager, graphs = served
+    """Alone, each prompt meets the same shapes in both engines; in a batch, whose rows depend on
+    when requests arrive, a tie may go either way (eager beside eager does it as well)."""
     assert "Graph capturing finished" in graphs.log
-    assert graphs.sequences == eager.sequences
+    assert graphs.about
+    assert eager.about
+    assert eager.arrays["alone"].size
+    np.testing.assert_array_equal(graphs.arrays["alone"], eager.arrays["alone"])
+    for ours, theirs, logprobs in zip(
+        graphs.sequences, eager.sequences, eager.logprobs, strict=True
+    ):
+        apart = [i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other]
+        if apart:
+            row = logprobs[apart[0] - 1]
+            assert abs(row[ours[apart[0]]] - row[theirs[apart[0]]]) <= TIE, apart[0]
 
 
 @pytest.mark.parametrize(
