@@ -125,6 +125,17 @@ class SymmBuffer:
         """The wait that this rank's kernel gave up, if any; waits for the GPU."""
         return read_failure(self.field("failure").view(torch.int32).flatten().tolist())
 
+    def clear(self) -> None:
+        """Make it as it was allocated: what the buffers of all ranks need after a failure.
+
+        Collective when there are several ranks, like destroy, and after all work of this GPU.
+        """
+        memory = self._required()
+        self._meet_at_rest()
+        memory.zero_()
+        self._leave_without_tokens()
+        self._meet_at_rest()
+
     def destroy(self) -> None:
         """Give the memory back, after all work of this GPU; a second call does nothing.
 
@@ -132,12 +143,23 @@ class SymmBuffer:
         """
         if self.memory is None:
             return
-        if self.memory.is_cuda:
-            torch.cuda.synchronize(self.memory.device)
-        if self.group is not None:
-            meet(self.group)
+        self._meet_at_rest()
         self._fields.clear()
         self.memory, self.peers, self.group = None, (), None
+
+    def _leave_without_tokens(self) -> None:
+        """Of cleared memory."""
+        self.topk_idx.fill_(-1)
+        if self.x_scale is not None:
+            self.x_scale.fill_(1)
+
+    def _meet_at_rest(self) -> None:
+        """Afterwards no kernel of any rank uses the memory, and all that was written is there."""
+        memory = self._required()
+        if memory.is_cuda:
+            torch.cuda.synchronize(memory.device)
+        if self.group is not None:
+            meet(self.group)
 
     def _row(self, name: str) -> Field:
         if not isinstance(name, str) or name not in self.layout.fields:
@@ -222,13 +244,10 @@ def get_symm_buffer_for_nvfp4_mega_moe(
         activation, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate,
         rank_idx, num_ranks, layout, peers, memory, group,
     )  # fmt: skip
-    buffer.topk_idx.fill_(-1)
-    if buffer.x_scale is not None:
-        buffer.x_scale.fill_(1)
+    buffer._leave_without_tokens()
     if group is not None:
         # A peer must not read, or signal into, memory that is not cleared yet.
-        torch.cuda.synchronize(device)
-        meet(group)
+        buffer._meet_at_rest()
     return buffer
 
 

@@ -51,8 +51,8 @@ class Failure:
 def read_failure(words: Sequence[int]) -> Failure | None:
     """Decode the 16 words of the field, signed or not; None if no wait was given up.
 
-    After a failure the buffer's counters are of no use: clear the buffers of all ranks, or
-    allocate them anew, before the next launch.
+    After a failure the buffer's counters are of no use, and a launch returns at once, without a
+    result: all ranks call ``SymmBuffer.clear`` before the next one.
     """
     wait, rank, cta, thread, tile, peer, expected, found, complete = (
         word & 0xFFFFFFFF for word in words[:9]

@@ -53,6 +53,7 @@ class Tiling:
     producer_registers: int
     consumer_registers: int
     narrow: int = 0
+    ctas: int = 1
 
     @property
     def weight_rows(self) -> int:
@@ -79,11 +80,11 @@ TILINGS = (
     Tiling(0, 16, 2, 1, 1, 56, 224),  # fits every layer, for those that no other fits
     Tiling(0.5, 8, 2, 2, 1, 64, 104),
     Tiling(1.5, 8, 4, 1, 1, 64, 104),
-    Tiling(9, 16, 4, 1, 1, 64, 104),
-    Tiling(22, 32, 4, 1, 1, 64, 104),
-    Tiling(44, 48, 4, 1, 1, 64, 104, 32),
-    Tiling(200, 128, 2, 1, 2, 56, 224, 80),
-    Tiling(float("inf"), 128, 2, 1, 2, 56, 224, 112),
+    Tiling(9, 16, 4, 1, 1, 64, 104, ctas=2),
+    Tiling(22, 32, 4, 1, 1, 64, 104, ctas=2),
+    Tiling(44, 48, 4, 1, 1, 64, 104, 32, ctas=2),
+    Tiling(200, 128, 2, 1, 2, 56, 224, 80, ctas=2),
+    Tiling(float("inf"), 128, 2, 1, 2, 56, 224, 112, ctas=2),
 )
 
 
@@ -94,7 +95,8 @@ def tilings_of(shape: MoEShape) -> list[Tiling]:
         columns = tiling.split * TILE_COLUMNS
         sizes = (shape.hidden, shape.intermediate)
         return all(size % columns == 0 for size in sizes) and all(
-            rows % tiling.weight_rows == 0 for rows in (shape.hidden, 2 * shape.intermediate)
+            rows % (tiling.ctas * tiling.weight_rows) == 0
+            for rows in (shape.hidden, 2 * shape.intermediate)
         )
 
     return [tiling for tiling in TILINGS if fits(tiling)]
@@ -123,6 +125,7 @@ def sm90_source(
         tiling.stages(shape.num_experts, experts),
         tiling.producer_registers,
         tiling.consumer_registers,
+        tiling.ctas,
     )
     constants = static_shape(
         shape,
@@ -175,8 +178,9 @@ def run_sm90_layer(
     for index, weights in enumerate((l1, l2, *(shared or ()))):
         arguments.weights[index] = _Weights(weights.weight.data_ptr(), weights.alpha.data_ptr())
     set_call(arguments, y, sym_buffer, swiglu_limit, wait_limit)
-    num_ctas = torch.cuda.get_device_properties(sym_buffer.device).multi_processor_count
-    kernel.launch(arguments, (num_ctas, 1, 1), shared_bytes=SHARED_BYTES, cooperative=True)
+    processors = torch.cuda.get_device_properties(sym_buffer.device).multi_processor_count
+    grid = (processors // tiling.ctas * tiling.ctas, 1, 1)
+    kernel.launch(arguments, grid, shared_bytes=SHARED_BYTES, cluster=tiling.ctas, cooperative=True)
 
 
 class _Weights(ctypes.Structure):

@@ -74,6 +74,36 @@ def test_a_destroyed_buffer_says_so() -> None:
     assert buffer.peers == ()
 
 
+@pytest.mark.parametrize("activation", ["nvfp4", "bf16"])
+def test_a_cleared_buffer_is_as_new(activation: Activation) -> None:
+    buffer, new = _buffer(activation), _buffer(activation)
+    assert buffer.memory is not None
+    assert new.memory is not None
+    buffer.memory.fill_(0xA5)
+    assert buffer.failure() is not None
+    buffer.clear()
+    assert buffer.failure() is None
+    assert torch.equal(buffer.memory, new.memory)
+    buffer.destroy()
+    with pytest.raises(BackendError, match="destroyed; allocate another"):
+        buffer.clear()
+
+
+def test_no_rank_clears_before_all_rest_or_goes_on_before_all_are_clear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    buffer = _buffer()
+    buffer.group = object()  # type: ignore[assignment]
+    monkeypatch.setattr(
+        "megamoe_kernel.buffer.meet", lambda group: seen.append(int(buffer.x.sum()))
+    )
+    buffer.x.fill_(1)
+    written = int(buffer.x.sum())
+    buffer.clear()
+    assert seen == [written, 0]
+
+
 @pytest.mark.parametrize("name", ["nope", "", None, ["x"], 0], ids=str)
 def test_fields_that_the_table_lacks(name: Any) -> None:
     buffer = _buffer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +11,17 @@ from torch import Tensor
 
 from megamoe_kernel import (
     SymmBuffer,
+    fp8_nvfp4_mega_moe,
     get_symm_buffer_for_nvfp4_mega_moe,
     prepare_inputs,
     transform_nvfp4_weights_for_mega_moe,
 )
+from megamoe_kernel.models import MoEShape
+from megamoe_kernel.reference import RankTokens, mega_moe
 from megamoe_kernel.sm90_kernel import TILINGS, Tiling, run_sm90_layer
-from megamoe_kernel.verify.cases import CASES, TINY, Case, random_weights, spread
+from megamoe_kernel.verify.cases import CASES, TINY, Case, masked, random_weights, spread
 from megamoe_kernel.verify.checks import (
+    BOUNDS,
     SWIGLU_LIMIT,
     Load,
     Run,
@@ -61,6 +66,46 @@ def test_all_cases() -> None:
 @pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.block_rows} rows")
 def test_every_tiling_with_any_number_of_tokens(tiling: Tiling) -> None:
     _check(_with(tiling), [case for case in CASES if case.shape == TINY])
+
+
+def test_sizes_of_the_tiny_model() -> None:
+    """tests/assets/tiny-dsv4: one step of K in L2, a tiling for each of these numbers of tokens."""
+    shape = MoEShape(16, 2, 256, 128)
+    _check(public_layer("sm_90a"), [Case(f"{n}", shape, n, spread) for n in (1, 17, 257, 2600)])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 33, 257])  # a tiling for each
+def test_a_shared_expert(tokens: int) -> None:
+    """A third of the slots is empty; the first token has no expert but the shared one."""
+    w13, w2 = random_weights(TINY, DEVICE, 1)
+    one = random_weights(replace(TINY, num_experts=1), DEVICE, 2)
+    l1, l2 = transform_nvfp4_weights_for_mega_moe(w13, w2, arch="sm_90a")
+    shared = transform_nvfp4_weights_for_mega_moe(*one, arch="sm_90a")
+    x, ids, topk_weights = inputs_of(Case("", TINY, tokens, masked), DEVICE)
+    topk_weights[ids == -1] = math.nan
+    buffer = get_symm_buffer_for_nvfp4_mega_moe(
+        num_experts=TINY.num_experts, num_max_tokens_per_rank=max(tokens, 1),
+        num_topk=TINY.num_topk, hidden=TINY.hidden, intermediate=TINY.intermediate,
+        activation="bf16", device=DEVICE,
+    )  # fmt: skip
+    results = []
+    for _ in range(3):
+        y = torch.full_like(x, math.nan)
+        prepare_inputs(x, buffer, topk_idx=ids, topk_weights=topk_weights)
+        fp8_nvfp4_mega_moe(
+            y, l1, l2, buffer, activation="bf16", swiglu_limit=SWIGLU_LIMIT, shared=shared
+        )
+        assert buffer.failure() is None
+        results.append(y)
+    (expected,) = mega_moe(
+        [RankTokens(x, ids, topk_weights)], w13, w2, activation="bf16",
+        swiglu_limit=SWIGLU_LIMIT, shared=one,
+    )  # fmt: skip
+    if tokens:
+        error = (results[0].double() - expected.double()).norm() / expected.double().norm()
+        assert float(error) <= BOUNDS["bf16"]
+    assert all(torch.equal(result, results[0]) for result in results[1:])
+    buffer.destroy()
 
 
 def test_tokens_one_to_33() -> None:

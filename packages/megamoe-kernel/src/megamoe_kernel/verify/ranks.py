@@ -60,7 +60,7 @@ def check_ranks(num_ranks: int, launches: int = LAUNCHES) -> list[Finding]:
     each rank: of its buffers, and of each way to compute the layer.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        outputs = _run_processes(num_ranks, [*_COMMAND, str(launches), scratch], Path(scratch))
+        outputs = run_processes(num_ranks, [*_COMMAND, str(launches), scratch], Path(scratch))
         files = [Path(scratch, f"{rank_idx}.json") for rank_idx in range(num_ranks)]
         findings = [Finding(**row) for path in files if path.exists() for row in _read(path)]
         lost = [rank_idx for rank_idx, path in enumerate(files) if not path.exists()]
@@ -75,8 +75,12 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _run_processes(num_ranks: int, command: list[str], folder: Path) -> list[str]:
-    """Run the ranks to their end; when one fails, the others have a few seconds to say so too."""
+def run_processes(num_ranks: int, command: list[str], folder: Path) -> list[str]:
+    """Run a command as every rank, to its end, and return what each one printed.
+
+    The command's processes find each other by `join`. When one fails, the others have a few seconds
+    to say so too; after five minutes all are ended. folder: for what they print.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -114,21 +118,28 @@ def _run_processes(num_ranks: int, command: list[str], folder: Path) -> list[str
     return texts
 
 
-def main(launches: int, folder: Path) -> None:
-    """One rank."""
+def join() -> tuple[ProcessGroup, torch.device]:
+    """In a process that run_processes started: the group of all ranks, and this one's GPU."""
     import torch.distributed as dist
 
-    rank_idx = int(os.environ["RANK"])
-    device = torch.device("cuda", rank_idx)
+    device = torch.device("cuda", int(os.environ["RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     group = dist.group.WORLD
     assert group is not None
+    return group, device
+
+
+def main(launches: int, folder: Path) -> None:
+    """One rank."""
+    import torch.distributed as dist
+
+    group, device = join()
     findings = [_check_buffers(group, device)]
     for way in _ways(required_target()):
         findings.append(_check_launches(group, device, *way, launches))
     dist.destroy_process_group()
-    path = folder / f"{rank_idx}.json"
+    path = folder / f"{os.environ['RANK']}.json"
     path.write_text(json.dumps([asdict(finding) for finding in findings]))
 
 

@@ -95,7 +95,7 @@ class Planner {
  private:
   M& m_;
   const Sm90Cta<Tiling, Shape>& cta_;
-  TaskCursor<Shape> tasks_;
+  Sm90Tasks<Tiling, Shape> tasks_;
   uint32_t count_ = 0;
 };
 
@@ -179,8 +179,10 @@ __device__ __forceinline__ int first_blocks(const Shape& shape, int num_blocks, 
   return num_blocks < most ? num_blocks : most;
 }
 
+// Of a cluster, no CTA may be gone while the other one copies to it or arrives at its barriers, so
+// each comes here to meet the other twice, whatever fails.
 template <class Tiling, class Shape>
-__device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
+__device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   static_assert(problem_error<Bf16>(Shape{}) == nullptr);
   static_assert(Shape::weight_rows == Tiling::weight_rows);
   using Shared = Sm90Shared<Tiling, Shape>;
@@ -211,7 +213,9 @@ __device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
     ok = route(m, dispatchers, shape, arguments.buffers, launch, arguments.num_tokens,
                words + Pool<Shape>::num_words(shape));
   }
-  if (!everyone.sync(m, ok)) return;
+  ok = everyone.sync(m, ok);
+  if constexpr (Tiling::ctas > 1) ptx::cluster_sync();
+  if (!ok) return;
   Pool<Shape> pool(shape, words);
   pool.build(m, everyone, mine, arguments.num_tokens);
   const Sm90Cta<Tiling, Shape> cta{
@@ -261,6 +265,12 @@ __device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
     count_launch(m, computers, mine, launch);
     combine(m, computers, shape, mine, arguments.num_tokens, arguments.output);
   }
+}
+
+template <class Tiling, class Shape>
+__device__ __forceinline__ void sm90_layer(const Sm90Arguments& arguments) {
+  sm90_cta<Tiling, Shape>(arguments);
+  if constexpr (Tiling::ctas > 1) ptx::cluster_sync();
 }
 
 }  // namespace megamoe

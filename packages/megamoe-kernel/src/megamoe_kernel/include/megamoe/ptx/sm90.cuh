@@ -27,6 +27,17 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, int byte
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(barrier), "r"(bytes) : "memory");
 }
+// At the barrier that CTA number `cta` of the cluster has at this address. For who has only read: a
+// release that the other CTA sees would wait for the memory of the whole GPU.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta) {
+  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.shared::cluster.b64 _, [there];}"
+               :: "r"(barrier), "r"(cta) : "memory");
+}
+// All threads of all CTAs of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
 // Whether the phase of this parity is complete; may wait a little before it says no.
 __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
@@ -57,6 +68,15 @@ __device__ __forceinline__ void copy_box(uint32_t to, const void* map, int x, in
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%2, %3}], [%4];"
                :: "r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier) : "memory");
+}
+
+// The same box to this address in both CTAs of a cluster of two, each with a barrier at `barrier`.
+__device__ __forceinline__ void copy_box_to_both(uint32_t to, const void* map, int x, int y,
+                                                 uint32_t barrier) {
+  constexpr uint16_t kBoth = 0b11;
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+               :: "r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(kBoth) : "memory");
 }
 
 template <int kRegisters>

@@ -28,12 +28,14 @@ struct Task {
   int part;  // which weight_rows rows; in L1 also which l1_outputs of the intermediate
 };
 
-// One CTA's tasks: number `first` of the list and every stride-th after it.
-template <class Shape>
+// One CTA's tasks. kCtas: of a cluster, which takes so many neighbouring parts of a block at a time,
+// each CTA one of them: number `cluster` of a list of such tasks, and every num_clusters-th after it.
+template <class Shape, int kCtas = 1>
 class TaskCursor {
  public:
-  MEGAMOE_FN TaskCursor(const Shape& shape, int num_blocks, int first, int stride)
-      : shape_(shape), num_blocks_(num_blocks), index_(first), stride_(stride) {}
+  MEGAMOE_FN TaskCursor(const Shape& shape, int num_blocks, int cta, int num_ctas)
+      : shape_(shape), num_blocks_(num_blocks), cta_of_cluster_(cta % kCtas), index_(cta / kCtas),
+        stride_(num_ctas / kCtas) {}
 
   // Puts the next task into `task`; false when there is none.
   MEGAMOE_FN bool next(Task& task) {
@@ -41,7 +43,8 @@ class TaskCursor {
       const int size = segment_blocks() * segment_tasks();
       if (index_ < size) {
         const int blocks = segment_blocks();
-        task = {layer_, first_block() + index_ % blocks, index_ / blocks};
+        const int part = index_ / blocks * kCtas + cta_of_cluster_;
+        task = {layer_, first_block() + index_ % blocks, part};
         index_ += stride_;
         return true;
       }
@@ -60,7 +63,7 @@ class TaskCursor {
     return left < shape_.wave_blocks ? left : shape_.wave_blocks;
   }
   MEGAMOE_FN int segment_tasks() const {
-    return layer_ == Layer::kL1 ? l1_tasks(shape_) : l2_tasks(shape_);
+    return (layer_ == Layer::kL1 ? l1_tasks(shape_) : l2_tasks(shape_)) / kCtas;
   }
   MEGAMOE_FN void next_segment() {
     const bool more_l1 = (step_ + 1) * shape_.wave_blocks < num_blocks_;
@@ -74,6 +77,7 @@ class TaskCursor {
 
   const Shape& shape_;
   int num_blocks_;
+  int cta_of_cluster_;
   int index_;
   int stride_;
   int step_ = 0;

@@ -35,7 +35,7 @@ struct Sm90Sums {
     constexpr int kBatches = 2 * Tiling::tiles;  // of a stage: the halves of each tile
     // Two warpgroups alone fetch from shared memory before they need it; four hide it for each other.
     constexpr bool kAhead = Tiling::tiles > 1;
-    const bool leads = thread % kWarpSize == 0;
+    const int lane = thread % kWarpSize;
     uint32_t held = 0;  // the barrier of a stage that is read until the next batch's wait
     bool ok = wait_phase(m, stages.full(at.stage), at.round);
     // Two of each: while one is decoded or multiplied, the next one is on its way.
@@ -64,7 +64,7 @@ struct Sm90Sums {
           load(stages, at.stage, 0, half[0]);
         }
         ptx::wgmma_wait<1>();
-        if (i == 0 && leads && held != 0) ptx::barrier_arrive(held);
+        if (i == 0 && held != 0) stages.release(lane, held);
       }
       held = free;
       if (!kAhead && step + 1 < steps) {
@@ -73,7 +73,7 @@ struct Sm90Sums {
       }
     }
     ptx::wgmma_wait<0>();
-    if (leads && held != 0) ptx::barrier_arrive(held);
+    if (held != 0) stages.release(lane, held);
     return ok;
   }
 

@@ -20,10 +20,14 @@ inline constexpr int kMaxBoxRows = 16;
 
 // How the consumer warpgroups share a task. groups x split warpgroups; each group has `tiles` tiles
 // of rows of its own, and each of its warpgroups one of a stage's `split` tiles of K. These sum up at
-// the end. narrow: tokens up to which a block is multiplied as one of so many; block_rows: there are none.
+// the end. narrow: tokens up to which a block is multiplied as one of so many; block_rows: there are
+// none. ctas: of a cluster, 1 or 2; two work on the same block, and each brings half of its tokens to
+// both.
 template <int kGroups, int kSplit, int kTiles, int kNarrow, int kStages, int kProducerRegisters,
-          int kConsumerRegisters>
+          int kConsumerRegisters, int kCtas>
 struct Sm90Tiling {
+  static_assert(kCtas == 1 || kCtas == 2);
+  static constexpr int ctas = kCtas;
   static constexpr int groups = kGroups, split = kSplit, tiles = kTiles, stages = kStages;
   static constexpr int narrow = kNarrow;
   static constexpr int producer_registers = kProducerRegisters;
@@ -77,11 +81,21 @@ struct Stages {
   }
   __device__ __forceinline__ uint32_t free(int stage) const { return full(stage) + 8; }
 
+  // One warp of consumers has read a stage: tells all who copy to it. barrier: free(stage).
+  __device__ __forceinline__ static void release(int lane, uint32_t barrier) {
+    if constexpr (Tiling::ctas == 1) {
+      if (lane == 0) ptx::barrier_arrive(barrier);
+    } else if (lane < Tiling::ctas) {
+      ptx::barrier_arrive_at(barrier, lane);
+    }
+  }
+
   // One thread, before a barrier of all.
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < Tiling::stages; ++stage) {
       ptx::barrier_init(full(stage), 2);  // who copies weights, who copies tokens
-      ptx::barrier_init(free(stage), Tiling::warpgroups * kWarpgroup / kWarpSize);
+      ptx::barrier_init(free(stage),
+                        Tiling::ctas * Tiling::warpgroups * kWarpgroup / kWarpSize);
     }
     ptx::fence_barrier_init();
   }
@@ -149,12 +163,15 @@ struct TileHandoff {
   }
 };
 
+template <class Tiling, class Shape>
+using Sm90Tasks = TaskCursor<Shape, Tiling::ctas>;
+
 // One warp: the weights of this CTA's tasks. weights(layer, expert): where an expert's tiles begin.
 template <class Tiling, Machine M, class Shape, class Weights>
 __device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Pool<Shape>& pool,
                                              const Stages<Tiling, Shape>& stages,
                                              Weights weights) {
-  TaskCursor<Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
+  Sm90Tasks<Tiling, Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   StageCursor<Tiling::stages> at;
   for (Task task; tasks.next(task);) {
     const int steps = task_steps<Tiling>(shape, task.layer);
@@ -186,7 +203,7 @@ __device__ __forceinline__ void copy_tokens(M& m, const Shape& shape, const Fiel
   constexpr int kBoxRows = box_rows(Shape{}), kBoxBytes = kBoxRows * kBoxColumns * 2;
   constexpr int kPanels = Tiling::columns / kBoxColumns, kPanelBytes = Shape::block_rows * 128;
   const Gates<Bf16, Shape> gates(shape, mine);
-  TaskCursor<Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
+  Sm90Tasks<Tiling, Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   StageCursor<Tiling::stages> at;
   for (Task task; tasks.next(task);) {
     const bool is_l1 = task.layer == Layer::kL1;
@@ -207,11 +224,18 @@ __device__ __forceinline__ void copy_tokens(M& m, const Shape& shape, const Fiel
         ptx::barrier_arrive_expect(stages.full(at.stage), kPanels * boxes * kBoxBytes);
       }
       m.sync_warp();
-      for (int i = lane_idx(m); i < kPanels * boxes; i += kWarpSize) {
-        const int panel = i % kPanels, box = i / kPanels;
-        ptx::copy_box(stages.tokens(at.stage, 0) + panel * kPanelBytes + box * kBoxBytes,
-                      maps[!is_l1], step * Tiling::columns + panel * kBoxColumns,
-                      row + box * kBoxRows, stages.full(at.stage));
+      constexpr int kOwnPanels = kPanels / Tiling::ctas;
+      for (int i = lane_idx(m); i < kOwnPanels * boxes; i += kWarpSize) {
+        const int panel = i % kOwnPanels * Tiling::ctas + m.cta_idx() % Tiling::ctas;
+        const int box = i / kOwnPanels;
+        const uint32_t to =
+            stages.tokens(at.stage, 0) + panel * kPanelBytes + box * kBoxBytes;
+        const int x = step * Tiling::columns + panel * kBoxColumns, y = row + box * kBoxRows;
+        if constexpr (Tiling::ctas == 1) {
+          ptx::copy_box(to, maps[!is_l1], x, y, stages.full(at.stage));
+        } else {
+          ptx::copy_box_to_both(to, maps[!is_l1], x, y, stages.full(at.stage));
+        }
       }
     }
   }
