@@ -40,9 +40,12 @@ def install_workspace(session: nox.Session, *arguments: str) -> None:
 
 
 def run_pytest(session: nox.Session, *arguments: str) -> None:
-    # One thread for each worker: two workers share two cores.
+    # One thread for each worker: two workers share two cores. Each begins with half of the tests, so
+    # that what a package's tests import or build is mostly made by one of them.
     session.run(
-        *("pytest", *arguments, *session.posargs), env={"OMP_NUM_THREADS": "1"}, silent=False
+        *("pytest", "--numprocesses=2", "--dist=worksteal", *arguments, *session.posargs),
+        env={"OMP_NUM_THREADS": "1"},
+        silent=False,
     )
 
 
@@ -71,14 +74,14 @@ def typecheck(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests that need no GPU (the default)."""
     install_workspace(session, "--group=test")
-    run_pytest(session, "--numprocesses=2")
+    run_pytest(session)
 
 
 @nox.session(name="tests-full")
 def tests_full(session: nox.Session) -> None:
     """The same tests with more random examples, plus the long fuzz and mutation runs."""
     install_workspace(session, "--group=test")
-    run_pytest(session, "--full", "--numprocesses=2")
+    run_pytest(session, "--full")
 
 
 @nox.session

@@ -169,8 +169,13 @@ inline void tensor_fence_before(Site) {
 }
 inline void tensor_fence_after(Site) {
   emulation->step();
+  emulator::CtaState& cta = emulation->cta();
+  emulator::Thread& self = emulation->thread();
+  if (cta.allocate_late && self.thread / kWarpSize == cta.allocating_warp) {
+    std::exchange(cta.allocate_late, nullptr)();
+  }
   if (emulation->is(Mutant::kNoFenceAfter)) return;
-  emulation->thread().tensor = emulation->known_now();
+  self.tensor_before = std::exchange(self.tensor, emulation->known_now());
 }
 
 template <int kRegisters>

@@ -98,7 +98,10 @@ inline void begin_copy(const std::vector<Piece>& pieces, CtaState& cta, CtaState
     const int64_t bytes = static_cast<int64_t>(16 * pieces.size());
     if (barrier.come(self.known, bytes)) emulation->world.crew.memory_changed();
   };
-  cta.copies.push_back({site, agent, known, carry_out});
+  // Whoever waits for the bytes knows of this copy, not of what its thread knew.
+  Clock own{};
+  own[static_cast<size_t>(agent)] = known[static_cast<size_t>(agent)];
+  cta.copies.push_back({site, agent, agent, own, carry_out});
 }
 inline void begin_copy(const std::vector<Piece>& pieces, uint32_t barrier, const Site& site) {
   CtaState& cta = emulation->cta();

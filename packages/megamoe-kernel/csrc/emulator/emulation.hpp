@@ -5,6 +5,10 @@
 // when, chance under the run's seed decides. An operation is held against the clocks of what its
 // thread knew when it began, and again when it is carried out: so neither a forgotten wait nor one
 // that came too early passes, whatever the order was.
+//
+// What tensor cores access counts as their own: no thread knows of it, not even the one that began
+// it, unless it waited for a commit. And whoever waited for an asynchronous operation knows of that
+// operation alone, not of what its thread had seen of others.
 #pragma once
 
 #include <algorithm>
@@ -34,17 +38,20 @@ struct Thread {
   int agent;
   Clock proxy{};            // what the thread knew at its last proxy fence
   Clock tensor{};           // and at its last tcgen05.fence::after_thread_sync
+  Clock tensor_before{};    // and at the one before that
+  Clock at_read{};          // and at its last tcgen05.ld
   bool handed_over = true;  // tcgen05.fence::before_thread_sync since the last tcgen05.ld
   int pair_syncs = 0;
 };
 
 struct CtaState;
 
-// An operation on its way: whose, what its thread knew, what happens at its end, and for products
-// the CTAs and columns of tensor memory that they write.
+// An operation on its way: whose (the thread's; in the clocks the tensor cores', if they do it),
+// what is known with it, what happens at its end, and for products the CTAs and columns of tensor
+// memory that they write.
 struct Pending {
   Site site;
-  int agent;
+  int agent, by;
   Clock known;
   std::function<void(const Pending&)> carry_out;
   std::vector<CtaState*> ctas{};
@@ -61,11 +68,17 @@ struct CtaState {
   std::map<uint32_t, Barrier> barriers;
   std::vector<Pending> copies;
   std::deque<Pending> products;
+  Clock consumed{};      // of those who copied what products, begun here, read
+  std::map<uint32_t, Stamp> tensor_words;  // where the address of tensor memory was stored
+  int cta_group = 0;        // of the launch's first tcgen05 instruction: all have the same
+  bool may_allocate = true;
+  std::function<void()> allocate_late;  // a mutant's
   host::Meeting pair;    // of a leader
   bool leaving = false;  // it has freed tensor memory, the last thing that it does
   Clock visitors{};      // the last time that each agent of the pair's other CTA came here
   int elected = 0;       // the lane that elect() names, in all warps
-  int allocating_warp = 0, allocating_lanes = 0;  // who has called tensor_alloc or tensor_free
+  host::Meeting allocating;  // of the warp that allocates or frees tensor memory
+  int allocating_warp = 0;
   const uint8_t* first_scales = nullptr;  // of the stage that is filled
 
   CtaState(size_t shared_bytes, int num_agents)
@@ -77,6 +90,7 @@ struct Geometry {
   int num_stage_barriers;  // pairs of full and free, before those of the accumulators
   uint32_t stage_bytes, tokens_at, weight_scales_at, token_scales_at;
   uint32_t accumulator_columns;
+  int tokens_warp, epilogue_warp;
 
   uint32_t in_stage(uint32_t address) const {
     return (address - SharedMemory::kBase) % stage_bytes;
@@ -89,8 +103,7 @@ class Emulation {
       : world(world), geometry(geometry), mutant_(mutant) {}
 
   CtaState& add_cta(size_t shared_bytes) {
-    const int num_agents = world.num_ranks * (1 + world.num_ctas * world.warps_per_cta);
-    ctas_.push_back(std::make_unique<CtaState>(shared_bytes, num_agents));
+    ctas_.push_back(std::make_unique<CtaState>(shared_bytes, world.num_agents()));
     ctas_.back()->elected = static_cast<int>(world.crew.random.below(kWarpSize));
     return *ctas_.back();
   }
@@ -147,6 +160,31 @@ class Emulation {
     return clock;
   }
   Clock known_now() { return world.clocks.of(thread().agent); }
+
+  // The tensor cores that carry out what the running thread begins.
+  int engine() {
+    const int cta_idx = thread().cta_idx;
+    return world.engine(cta_idx / world.num_ctas, cta_idx % world.num_ctas);
+  }
+  // What they may touch: what the thread might by its last fence, and what they did before.
+  Clock known_to_engine() {
+    Clock clock = known(thread().tensor);
+    const size_t at = static_cast<size_t>(engine());
+    clock[at] = world.clocks.of(engine())[at];
+    return clock;
+  }
+  // A commit: all that they did, and the copies that they read, which had therefore ended.
+  Clock commit() {
+    Clock done = world.clocks.publish_own(engine());
+    host::join(done, cta().consumed);
+    return done;
+  }
+  // Whether a wait of the rank was given up: then time alone orders what is left to do.
+  bool given_up() {
+    const int rank = thread().cta_idx / world.num_ctas;
+    const Fields mine{world.buffers, rank};
+    return world.buffers.base[rank] && mine.failure()[kFailureWait] != 0;
+  }
 
   bool complete_one() {
     const uint32_t count = static_cast<uint32_t>(ctas_.size());

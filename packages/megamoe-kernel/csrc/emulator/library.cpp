@@ -1,8 +1,10 @@
 // What the tests call, by ctypes: whole layers through the kernel for sm_100a, emulated.
 #include <algorithm>
 #include <cstddef>
+#include <numeric>
 #include <tuple>
 
+#include "emulator/launch_run.hpp"
 #include "emulator/tile_run.hpp"
 
 using namespace megamoe;
@@ -27,10 +29,10 @@ void copy_text(const std::string& text, char* to, int capacity) {
 
 template <class Tiling>
 int run(const LayerRun& arguments, char* message, int capacity) {
-  const int warps = arguments.num_ctas * Sm100Warps<Tiling>::count;
+  const int agents = World::agents_in(1, arguments.num_ctas, Sm100Warps<Tiling>::count, 1);
   const Problem& p = arguments.problem;
   const char* error = nullptr;
-  if (p.num_ranks * (1 + warps) > host::kMaxAgents) error = "too many warps for the clocks";
+  if (p.num_ranks * agents > host::kMaxAgents) error = "too many warps for the clocks";
   if (arguments.num_ctas % Tiling::ctas) error = "CTAs are not pairs";
   const int rows = Tiling::ctas * Tiling::weight_rows;
   if (p.hidden % rows || 2 * p.intermediate % rows) error = "a pair's rows divide no layer";
@@ -43,27 +45,20 @@ int run(const LayerRun& arguments, char* message, int capacity) {
   return stopped ? 1 : 0;
 }
 
-}  // namespace
-
-extern "C" {
-
-// 0: all threads ended, perhaps with failure records. 1: stopped, 2: not a problem that can be run;
-// message says why. ctas: 2 for a tiling of pairs.
-int megamoe_emulate_sm100(const LayerRun* arguments, int ctas, int mutant, char* message,
-                          int capacity) {
-  const Problem& p = arguments->problem;
+// f(the compiled tiling of a problem); 2 if there is none.
+template <class F>
+int with_tiling(const Problem& p, int ctas, char* message, int capacity, F f) {
   if (const char* error = problem_error<Nvfp4>(p)) {
     copy_text(error, message, capacity);
     return 2;
   }
-  chosen_mutant = static_cast<Mutant>(mutant);
   int result = -1;
-  const auto run_if_it_fits = [&]<class Tiling>(Tiling) {
+  const auto run_if_it_fits = [&]<class Tiling>(Tiling tiling) {
     if (p.block_rows != Tiling::block_rows || p.weight_rows != Tiling::weight_rows ||
         ctas != Tiling::ctas) {
       return false;
     }
-    result = run<Tiling>(*arguments, message, capacity);
+    result = f(tiling);
     return true;
   };
   const auto find = [&]<class... Tiling>(std::tuple<Tiling...>) {
@@ -72,6 +67,34 @@ int megamoe_emulate_sm100(const LayerRun* arguments, int ctas, int mutant, char*
   if (find(Tilings{})) return result;
   copy_text("no compiled tiling has these block_rows and weight_rows", message, capacity);
   return 2;
+}
+
+}  // namespace
+
+extern "C" {
+
+// 0: all threads ended, perhaps with failure records. 1: stopped, 2: not a problem that can be run;
+// message says why. ctas: 2 for a tiling of pairs.
+int megamoe_emulate_sm100(const LayerRun* arguments, int ctas, int mutant, char* message,
+                          int capacity) {
+  chosen_mutant = static_cast<Mutant>(mutant);
+  return with_tiling(arguments->problem, ctas, message, capacity, [&]<class Tiling>(Tiling) {
+    return run<Tiling>(*arguments, message, capacity);
+  });
+}
+
+// The same for one launch from a kernel's argument. Only tilings of the real kernels.
+int megamoe_emulate_launch(const LaunchRun* launch, int ctas, char* message, int capacity) {
+  return with_tiling(launch->problem, ctas, message, capacity, [&]<class Tiling>(Tiling) {
+    if constexpr (Tiling::other_registers == 0) {
+      copy_text("no real kernel has this tiling", message, capacity);
+      return 2;
+    } else {
+      const auto stopped = LaunchRunner<Tiling>(*launch).run();
+      copy_text(stopped.value_or(""), message, capacity);
+      return stopped ? 1 : 0;
+    }
+  });
 }
 
 // 0: run->sums has the tile's sums. 1: message says why it was stopped.

@@ -94,6 +94,14 @@ namespace megamoe::emulator {
   X(kTokensSwapped, "two tokens swapped")                                         \
   X(kOutputsSwapped, "two outputs swapped")                                       \
   X(kStaleRead, "registers used before the load has come")                        \
+  X(kEpilogueSkipsTokens, "epilogue does not wait for the tokens of its block")    \
+  X(kEpilogueSkipsHidden, "epilogue does not wait for the intermediate of its block") \
+  X(kCopySkipsTokens, "copies do not wait for the tokens of their block")         \
+  X(kCopySkipsHidden, "copies do not wait for the intermediate of their block")   \
+  X(kLateAlloc, "warps do not wait for tensor memory to be allocated")            \
+  X(kAllocAfterPermit, "tensor memory allocated after its permit was given up")   \
+  X(kEarlyFreeing, "tensor memory freed by a warp that does not wait for the others")  \
+  X(kNoFenceFree, "no tcgen05 fence before tensor memory is freed")               \
   X(kEarlyTopk, "top-k weights before requantization, not in combine")            \
   MEGAMOE_PAIR_MUTANTS(X)
 

@@ -27,9 +27,19 @@ inline const char* operand_error(const Operand& operand, bool is_scales) {
   return nullptr;
 }
 
+// An operand's 16 bytes, as an operation begins: held against the clocks, and whose copy they are
+// kept for the next commit.
+inline void require_operand(CtaState& cta, uint32_t address, const char* access, const Site& site) {
+  Emulation& e = *emulation;
+  require(cta.shared.read(address, 16, e.engine(), e.known_to_engine()), access, "a stage", site);
+  const Shadow::Write copy = cta.shared.last_write(address);
+  uint32_t& consumed = e.cta().consumed[copy.agent];
+  consumed = std::max(consumed, copy.time);
+}
+
 // Whether an operation that is carried out finds its operand as its thread left it.
 inline bool still_there(const Pending& self, SharedMemory& shared, uint32_t address) {
-  if (shared.read(address, 16, self.agent, self.known).conflict != Shadow::Conflict::kNone) {
+  if (shared.read(address, 16, self.by, self.known).conflict != Shadow::Conflict::kNone) {
     emulation->note(self, "reads what has been overwritten meanwhile");
     return false;
   }
@@ -127,15 +137,14 @@ inline void check_operand(CtaState& cta, const Operand& operand, int rows, const
     for (int chunk = 0; chunk < 2; ++chunk) {
       const uint32_t address = operand_address(operand, row, 16 * chunk);
       if (!cta.shared.has(address, 16)) emulation->stop(site, "multiplies beyond shared memory");
-      emulator::require(cta.shared.read(address, 16, emulation->thread().agent, tensor_known()),
-                        "multiplies", "a stage", site);
+      require_operand(cta, address, "multiplies", site);
     }
   }
 }
 
 inline void check_product(const Ctas& group, const Product& product, const Site& site) {
-  const int agent = emulation->thread().agent, columns = product.instruction.columns;
-  const Clock known = tensor_known();
+  const int agent = emulation->engine(), columns = product.instruction.columns;
+  const Clock known = emulation->known_to_engine();
   const auto read = [&](Shadow& shadow, size_t at, size_t bytes) {
     return shadow.read(at, bytes, agent, known, false);
   };
@@ -146,10 +155,12 @@ inline void check_product(const Ctas& group, const Product& product, const Site&
     TensorMemory& tensor = cta->tensor;
     check_operand(*cta, product.a, product.a_rows(group), site);
     check_operand(*cta, product.b, product.b_rows(group), site);
-    if (!tensor.has(0, 128, product.d, columns) || !tensor.has(0, 128, product.a_scales, 4) ||
-        !tensor.has(0, 32, product.b_scales, product.b_scale_columns())) {
-      emulation->stop(site, "multiplies with tensor memory that is not allocated");
-    }
+    const auto allocated = [&](int column, int count) {
+      require_allocated(*cta, 0, 128, column, count, known, "multiplies with", site);
+    };
+    allocated(product.d, columns);
+    allocated(product.a_scales, 4);
+    allocated(product.b_scales, product.b_scale_columns());
     emulator::require(tensor.held(0, 128, product.a_scales, 4, read), "reads", "scales", site);
     emulator::require(tensor.held(0, 32, product.b_scales, product.b_scale_columns(), read),
                       "reads", "scales", site);
@@ -160,6 +171,7 @@ inline void check_product(const Ctas& group, const Product& product, const Site&
 // The group of what the running thread begins.
 template <int kCtas>
 Ctas group_that_begins(const Site& site) {
+  require_same_group<kCtas>(site);
   if (kCtas == 2 && !emulation->leads()) emulation->stop(site, "begins what is its leader's");
   return emulation->group(emulation->is(Mutant::kOneCta) ? 1 : kCtas);
 }
@@ -179,19 +191,17 @@ inline void tensor_copy_scales(uint32_t to, uint64_t from, Site site) {
     source.address -= in_stage - (is_token ? geometry.token_scales_at : geometry.weight_scales_at);
   }
   if (const char* error = emulator::operand_error(source, true)) emulation->stop(site, error);
-  const int column = static_cast<int>(to & 0xFFFF), agent = emulation->thread().agent;
-  const emulator::Clock known = emulator::tensor_known();
+  const int column = static_cast<int>(to & 0xFFFF), agent = emulation->engine();
+  const emulator::Clock known = emulation->known_to_engine();
   emulator::Ctas group = emulator::group_that_begins<kCtas>(site);
   if (emulation->is(Mutant::kScalesAlone)) group.resize(1);
   for (emulator::CtaState* cta : group) {
-    if (to >> 16 || !cta->tensor.has(0, 128, column, 4)) {
-      emulation->stop(site, "copies scales to columns that are not allocated");
-    }
+    if (to >> 16) emulation->stop(site, "begins at a lane");
+    emulator::require_allocated(*cta, 0, 128, column, 4, known, "copies scales to", site);
     for (int row = 0; row < 32; ++row) {
       const uint32_t address = scales_address(source, row);
       if (!cta->shared.has(address, 16)) emulation->stop(site, "copies beyond shared memory");
-      emulator::require(cta->shared.read(address, 16, agent, known), "copies scales of", "a stage",
-                        site);
+      emulator::require_operand(*cta, address, "copies scales of", site);
     }
     emulator::require(cta->tensor.held(0, 128, column, 4,
                                        [&](emulator::Shadow& shadow, size_t at, size_t bytes) {
@@ -220,7 +230,8 @@ inline void tensor_copy_scales(uint32_t to, uint64_t from, Site site) {
       }
     }
   };
-  emulation->cta().products.push_back({site, agent, known, carry_out});
+  const int self = emulation->thread().agent;
+  emulation->cta().products.push_back({site, self, agent, known, carry_out});
 }
 
 template <int kCtas>
@@ -264,8 +275,9 @@ inline void mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, 
   const auto carry_out = [group, product](const emulator::Pending& self) {
     emulator::carry_out(self, group, product);
   };
-  emulation->cta().products.push_back({site, emulation->thread().agent, emulator::tensor_known(),
-                                       carry_out, group, product.d, product.instruction.columns});
+  emulation->cta().products.push_back({site, emulation->thread().agent, emulation->engine(),
+                                       emulation->known_to_engine(), carry_out, group, product.d,
+                                       product.instruction.columns});
 }
 
 template <int kCtas>
@@ -280,11 +292,12 @@ inline void tensor_commit(uint32_t address, Site site) {
   if (is_of(own, M::kNone, M::kLoseFree, M::kLoseSumsFull, M::kNone)) return;
   const bool early = is_of(own, M::kNone, M::kEarlyFree, M::kEarlySums, M::kNone);
   const int agent = emulation->thread().agent;
-  const emulator::Clock known = emulation->world.clocks.publish(agent);
+  const emulator::Clock known =
+      early ? emulation->world.clocks.publish(agent) : emulation->commit();
   const auto arrive = [barriers](const emulator::Pending& self) {
     for (emulator::Barrier* barrier : barriers) emulator::arrive(*barrier, self.known, 0);
   };
-  const emulator::Pending commit{site, agent, known, arrive};
+  const emulator::Pending commit{site, agent, emulation->engine(), known, arrive};
   if (early) return arrive(commit);
   emulation->cta().products.push_back(commit);
 }

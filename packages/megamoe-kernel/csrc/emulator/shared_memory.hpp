@@ -60,6 +60,10 @@ class SharedMemory {
   Shadow::Found write(uint32_t address, size_t bytes, int agent, const Clock& known) {
     return shadow_.write((address - kBase) / 4, bytes / 4, agent, known, false);
   }
+  // Who copied what is there now, and when.
+  Shadow::Write last_write(uint32_t address) const {
+    return shadow_.last_write((address - kBase) / 4);
+  }
 
  private:
   size_t size_;

@@ -21,7 +21,7 @@ inline Mutant chosen_mutant = Mutant::kNone;  // for the runs that follow
 template <class Tiling>
 class Sm100Kernel {
  public:
-  static constexpr int kCtaThreads = Sm100Warps<Tiling>::threads;
+  static constexpr int kCtaThreads = Sm100Warps<Tiling>::threads, kEngines = 1;
 
   Sm100Kernel(const LayerRun& run, World& world, const RankBuffers& buffers)
       : run_(run),
@@ -58,6 +58,9 @@ class Sm100Kernel {
     at.products.clear();
     at.barriers.clear();
     at.leaving = false;
+    at.tensor_words.clear();
+    at.cta_group = 0;
+    at.may_allocate = true;
     at.visitors = {};
     at.shared.clear();
   }
@@ -72,7 +75,9 @@ class Sm100Kernel {
             kTokensAt,
             kWeightScalesAt,
             kWeightScalesAt + Stages::kWeightScaleBytes,
-            Tiling::accumulator_columns};
+            Tiling::accumulator_columns,
+            Sm100Warps<Tiling>::tokens,
+            Sm100Warps<Tiling>::epilogue};
   }
 
   static void make_map(TensorMap& map, const uint8_t* base, int64_t rows, int columns, int box_rows,

@@ -5,17 +5,17 @@
 
 namespace megamoe::emulator {
 
-// Every lane of a warp calls; the last one to come does it.
-inline bool all_lanes_called(const Site& site) {
-  CtaState& cta = emulation->cta();
-  const int warp = emulation->thread().thread / kWarpSize;
-  if (cta.allocating_lanes > 0 && cta.allocating_warp != warp) {
-    emulation->stop(site, "allocates or frees while another warp does");
+// Every lane of a warp calls (.sync.aligned); the last one to come does it for all.
+template <class Act>
+void in_whole_warp(const Site& site, Act act) {
+  Emulation& e = *emulation;
+  CtaState& cta = e.cta();
+  const int warp = e.thread().thread / kWarpSize;
+  if (cta.allocating.arrived > 0 && cta.allocating_warp != warp) {
+    e.stop(site, "allocates or frees while another warp does");
   }
   cta.allocating_warp = warp;
-  if (++cta.allocating_lanes < kWarpSize) return false;
-  cta.allocating_lanes = 0;
-  return true;
+  e.world.crew.meet(e.world.crew.running(), cta.allocating, kWarpSize, act);
 }
 
 // What the running thread may touch in tensor memory from now on: by its last fence.
@@ -28,33 +28,54 @@ inline void require(const Shadow::Found& found, const char* access, const char* 
                             ", or without tcgen05.fence::after_thread_sync");
 }
 
-}  // namespace megamoe::emulator
+// Columns that an instruction names are allocated, and it can know that.
+inline void require_allocated(CtaState& cta, int lane, int lanes, int column, int columns,
+                              const Clock& known, const char* does, const Site& site) {
+  if (!cta.tensor.has(lane, lanes, column, columns)) {
+    emulation->stop(site, std::string(does) + " tensor memory that is not allocated");
+  }
+  if (!cta.tensor.is_known(column, columns, known)) {
+    emulation->stop(site, std::string(does) +
+                              " tensor memory without having waited for its allocation, or without "
+                              "tcgen05.fence::after_thread_sync");
+  }
+}
 
-namespace megamoe::ptx {
-
+// All tcgen05 instructions of a launch are for one CTA, or all for a pair.
 template <int kCtas>
-inline void tensor_alloc(uint32_t to, int columns, Site site) {
-  emulation->step();
-  if (!emulator::all_lanes_called(site)) return;
-  if (emulation->is(Mutant::kSmallAlloc)) columns = 32;
-  if (emulation->is(Mutant::kLargeAlloc)) columns = 1024;
-  if (emulation->is(Mutant::kOddAlloc)) columns -= 16;
-  emulator::CtaState& cta = emulation->cta();
+void require_same_group(const Site& site) {
+  int& group = emulation->cta().cta_group;
+  if (group != 0 && group != kCtas) emulation->stop(site, "has another cta_group than before");
+  group = kCtas;
+}
+
+inline void allocate(uint32_t to, int columns, const Site& site) {
+  CtaState& cta = emulation->cta();
+  if (!cta.may_allocate) emulation->stop(site, "allocates after it gave up the permit");
+  const size_t agent = static_cast<size_t>(emulation->thread().agent);
+  const Stamp now{emulation->thread().agent, emulation->known_now()[agent]};
   uint32_t address = 0;
-  if (const char* error = cta.tensor.allocate(columns, &address)) emulation->stop(site, error);
+  if (const char* error = cta.tensor.allocate(columns, now, &address)) emulation->stop(site, error);
   std::memcpy(cta.shared.at(to), &address, 4);
+  cta.tensor_words[to] = now;
 }
-template <int kCtas>
-inline void tensor_no_more_allocs(Site) {
-  emulation->step();
+
+// Nobody uses what is freed: all reads and products are known to be over.
+inline void require_unused(CtaState& cta, int column, int columns, const Clock& known,
+                           const Site& site) {
+  const int agent = emulation->thread().agent;
+  require(cta.tensor.held(0, TensorMemory::kLanes, column, columns,
+                          [&](Shadow& shadow, size_t at, size_t bytes) {
+                            return shadow.write(at, bytes, agent, known, false);
+                          }),
+          "frees", "tensor memory", site);
 }
-template <int kCtas>
-inline void tensor_free(uint32_t address, int columns, Site site) {
-  emulation->step();
-  if (!emulator::all_lanes_called(site)) return;
-  emulator::CtaState& cta = emulation->cta();
+
+inline void free(uint32_t address, int columns, const Site& site) {
+  CtaState& cta = emulation->cta();
+  Thread& self = emulation->thread();
   cta.leaving = true;
-  const emulator::Clock known = emulation->known_now();
+  const Clock known = emulation->known_now();
   for (size_t agent = 0; agent < known.size(); ++agent) {
     if (known[agent] < cta.visitors[agent]) {
       emulation->stop(site, "may end before the other CTA's last arrival or copy");
@@ -62,7 +83,60 @@ inline void tensor_free(uint32_t address, int columns, Site site) {
   }
   if (emulation->is(Mutant::kNoFree)) return;
   if (emulation->is(Mutant::kSmallAlloc)) columns = 32;
+  if (emulation->is(Mutant::kNoFenceFree)) self.tensor = self.tensor_before;
+  if (emulation->is(Mutant::kEarlyFreeing)) self.tensor = self.at_read;
+  const int column = static_cast<int>(address);
+  if (cta.tensor.has(0, TensorMemory::kLanes, column, columns) && !emulation->given_up()) {
+    require_unused(cta, column, columns, tensor_known(), site);
+  }
   if (const char* error = cta.tensor.free(address, columns)) emulation->stop(site, error);
+}
+
+}  // namespace megamoe::emulator
+
+namespace megamoe::ptx {
+
+template <int kCtas>
+inline void tensor_alloc(uint32_t to, int columns, Site site) {
+  emulation->step();
+  emulator::require_same_group<kCtas>(site);
+  if (emulation->is(Mutant::kSmallAlloc)) columns = 32;
+  if (emulation->is(Mutant::kLargeAlloc)) columns = 1024;
+  if (emulation->is(Mutant::kOddAlloc)) columns -= 16;
+  const auto allocate = [=] { emulator::allocate(to, columns, site); };
+  emulator::in_whole_warp(site, [&] {
+    if (emulation->is(Mutant::kAllocAfterPermit)) emulation->cta().may_allocate = false;
+    if (!emulation->is(Mutant::kLateAlloc)) return allocate();
+    emulation->cta().allocate_late = allocate;
+  });
+}
+template <int kCtas>
+inline void tensor_no_more_allocs(Site site) {
+  emulation->step();
+  emulator::require_same_group<kCtas>(site);
+  emulator::in_whole_warp(site, [] {
+    if (!emulation->is(Mutant::kLateAlloc)) emulation->cta().may_allocate = false;
+  });
+}
+inline uint32_t tensor_allocated(uint32_t from, Site site) {
+  emulation->step();
+  emulator::CtaState& cta = emulation->cta();
+  const auto found = cta.tensor_words.find(from);
+  if (found == cta.tensor_words.end()) {
+    emulation->stop(site, "reads an address of tensor memory that nobody has stored");
+  }
+  if (!found->second.is_known(emulation->known_now())) {
+    emulation->stop(site, "reads tensor memory's address without having waited for it");
+  }
+  uint32_t address;
+  std::memcpy(&address, cta.shared.at(from), 4);
+  return address;
+}
+template <int kCtas>
+inline void tensor_free(uint32_t address, int columns, Site site) {
+  emulation->step();
+  emulator::require_same_group<kCtas>(site);
+  emulator::in_whole_warp(site, [&] { emulator::free(address, columns, site); });
 }
 
 inline void tensor_load_32x16(uint32_t from, float (&out)[16], Site site) {
@@ -75,10 +149,9 @@ inline void tensor_load_32x16(uint32_t from, float (&out)[16], Site site) {
   if (emulation->is(Mutant::kOtherQuarter)) first = first ? 0 : 32;
   if (emulation->is(Mutant::kOtherColumns)) column += 8;
   if (first != 32 * quarter) emulation->stop(site, "reads lanes that its warp does not reach");
-  if (!cta.tensor.has(first, 32, column, 16)) {
-    emulation->stop(site, "reads tensor memory that is not allocated");
-  }
   const emulator::Clock known = emulator::tensor_known();
+  emulator::require_allocated(cta, first, 32, column, 16, known, "reads", site);
+  self.at_read = emulation->known_now();
   emulator::require(cta.tensor.held(first, 32, column, 16,
                                     [&](emulator::Shadow& shadow, size_t at, size_t bytes) {
                                       return shadow.read(at, bytes, self.agent, known, false);

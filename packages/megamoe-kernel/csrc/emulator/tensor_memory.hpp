@@ -3,6 +3,7 @@
 // The clocks are kept for each quarter of the lanes and column: what one warp can reach.
 #pragma once
 
+#include <array>
 #include <bitset>
 #include <cstdint>
 #include <vector>
@@ -15,6 +16,14 @@ namespace megamoe::emulator {
 using host::Clock;
 using host::Shadow;
 
+// When something was done, by its agent's own clock.
+struct Stamp {
+  int agent = 0;
+  uint32_t time = 0;
+
+  bool is_known(const Clock& known) const { return known[static_cast<size_t>(agent)] >= time; }
+};
+
 class TensorMemory {
  public:
   static constexpr int kLanes = ptx::kTensorLanes, kColumns = ptx::kTensorColumns;
@@ -26,7 +35,7 @@ class TensorMemory {
         shadow_(4 * kColumns * 4, num_agents) {}
 
   // Null, or what is wrong.
-  const char* allocate(int columns, uint32_t* address) {
+  const char* allocate(int columns, const Stamp& by, uint32_t* address) {
     if (columns < 32 || columns > kColumns || (columns & (columns - 1))) {
       return "allocates a number of columns that is no power of two from 32 to 512";
     }
@@ -34,7 +43,10 @@ class TensorMemory {
       bool is_free = true;
       for (int i = 0; i < columns; ++i) is_free = is_free && !allocated_[first + i];
       if (!is_free) continue;
-      for (int i = 0; i < columns; ++i) allocated_.set(first + i);
+      for (int i = 0; i < columns; ++i) {
+        allocated_.set(static_cast<size_t>(first + i));
+        allocation_[static_cast<size_t>(first + i)] = by;
+      }
       std::fill(written_.begin(), written_.end(), 0);
       *address = static_cast<uint32_t>(first);
       return nullptr;
@@ -48,6 +60,13 @@ class TensorMemory {
       allocated_.reset(at);
     }
     return nullptr;
+  }
+  // Of columns that are allocated: whether who has this clock knows that they are.
+  bool is_known(int column, int num_columns, const Clock& known) const {
+    for (int i = 0; i < num_columns; ++i) {
+      if (!allocation_[static_cast<size_t>(column + i)].is_known(known)) return false;
+    }
+    return true;
   }
   bool any_allocated() const { return allocated_.any(); }
   bool has(int lane, int num_lanes, int column, int num_columns) const {
@@ -84,6 +103,7 @@ class TensorMemory {
   std::vector<uint32_t> words_;
   std::vector<uint8_t> written_;
   std::bitset<kColumns> allocated_;
+  std::array<Stamp, kColumns> allocation_{};
   Shadow shadow_;
 };
 

@@ -22,7 +22,7 @@ class TileRunner {
  public:
   explicit TileRunner(const TileRun& run)
       : run_(run),
-        world_(run.seed, none_, 1, 1, kWarps),
+        world_(run.seed, none_, 1, 1, kWarps, 1),
         emulation_(world_, Sm100Kernel<OneTile>::geometry(), Mutant::kNone),
         state_(emulation_.add_cta(Stages::kBytes)) {
     emulation = &emulation_;
@@ -97,6 +97,7 @@ class TileRunner {
       }
     }
     m.sync_all(1, kWarps * kWarpSize, true);
+    ptx::tensor_fence_after();
     if (thread < kWarpSize) ptx::tensor_free<1>(tensor, OneTile::columns);
   }
 

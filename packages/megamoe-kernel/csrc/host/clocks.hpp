@@ -17,7 +17,7 @@
 
 namespace megamoe::host {
 
-inline constexpr int kMaxAgents = 72;
+inline constexpr int kMaxAgents = 80;
 using Clock = std::array<uint32_t, kMaxAgents>;
 
 inline void join(Clock& into, const Clock& other) {
@@ -57,6 +57,13 @@ class Clocks {
   }
   void learn(int agent, const Clock& known) { join(now_[agent], known); }
 
+  // An agent's own part of that: what it did itself, nothing of what it knows of others.
+  Clock publish_own(int agent) {
+    Clock own{};
+    own[agent] = now_[agent][agent]++;
+    return own;
+  }
+
   // A barrier: each of them knows afterwards what any of them knew.
   void meet(const std::vector<int>& agents) {
     Clock all{};
@@ -94,7 +101,9 @@ class Shadow {
       if (clock[write.agent] < write.time && !(atomic && write.atomic)) {
         return {Conflict::kUnseenWrite, write.agent};
       }
-      if (!atomic) reads_[cell * num_agents_ + agent] = clock[agent];
+      // What is carried out late read no later than what began after it.
+      uint32_t& last = reads_[cell * num_agents_ + agent];
+      if (!atomic) last = std::max(last, clock[agent]);
     }
     return {};
   }
@@ -114,12 +123,14 @@ class Shadow {
     return {};
   }
 
- private:
   struct Write {
     uint32_t time = 0;  // the agent's own clock then; 0: never
     uint16_t agent = 0;
     bool atomic = false;
   };
+  const Write& last_write(size_t offset) const { return writes_[offset / 4]; }
+
+ private:
   int num_agents_;
   std::vector<Write> writes_;
   std::vector<uint32_t> reads_;

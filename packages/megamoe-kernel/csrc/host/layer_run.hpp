@@ -44,13 +44,13 @@ BufferSizes sizes_of(const LayerRun& run) {
           size(scales), size(p.hidden), size(p.ring_rows), size(p.ring_rows) / kRingTile};
 }
 
-// What a runner needs of a kernel: how many threads a CTA has, what one of them does in a launch,
-// and what becomes of a CTA's shared memory between launches. complete_one: lets one asynchronous
-// operation come to its end; false if none is on its way.
+// What a runner needs of a kernel: how many threads and tensor cores a CTA has, what a thread does
+// in a launch, and what becomes of a CTA's shared memory between launches. complete_one: lets one
+// asynchronous operation come to its end; false if none is on its way.
 template <class Format>
 class ScalarKernel {
  public:
-  static constexpr int kCtaThreads = kThreads;
+  static constexpr int kCtaThreads = kThreads, kEngines = 0;
 
   ScalarKernel(const LayerRun& run, World&, const RankBuffers& buffers)
       : run_(run), p_(run.problem), buffers_(buffers) {}
@@ -97,7 +97,8 @@ class LayerRunner {
  public:
   explicit LayerRunner(const LayerRun& run)
       : run_(run), p_(run.problem), buffers_(allocate()),
-        world_(run.seed, buffers_, p_.num_ranks, run.num_ctas, kCtaThreads / kWarpSize),
+        world_(run.seed, buffers_, p_.num_ranks, run.num_ctas, kCtaThreads / kWarpSize,
+               Kernel::kEngines),
         kernel_(run, world_, buffers_), at_end_(static_cast<size_t>(p_.num_ranks)) {
     world_.fault = run.fault;
     ctas_.resize(static_cast<size_t>(p_.num_ranks * run.num_ctas));

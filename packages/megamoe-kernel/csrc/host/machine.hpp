@@ -49,25 +49,41 @@ struct World {
   Fault fault;
   const RankBuffers& buffers;
   int num_ctas, warps_per_cta, num_ranks;
+  int num_engines;  // of a CTA: 1 if it has tensor cores, whose accesses are nobody else's
 
-  World(uint64_t seed, const RankBuffers& ranks, int num_ranks, int num_ctas, int warps_per_cta)
+  World(uint64_t seed, const RankBuffers& ranks, int num_ranks, int num_ctas, int warps_per_cta,
+        int num_engines = 0)
       : crew(seed),
-        memory(ranks, num_ranks, num_ctas, num_ranks * (1 + num_ctas * warps_per_cta),
-               crew.random),
-        clocks(num_ranks * (1 + num_ctas * warps_per_cta)), buffers(ranks), num_ctas(num_ctas),
-        warps_per_cta(warps_per_cta), num_ranks(num_ranks) {}
+        memory(ranks, num_ranks, num_ctas,
+               agents_in(num_ranks, num_ctas, warps_per_cta, num_engines), crew.random),
+        clocks(agents_in(num_ranks, num_ctas, warps_per_cta, num_engines)), buffers(ranks),
+        num_ctas(num_ctas), warps_per_cta(warps_per_cta), num_ranks(num_ranks),
+        num_engines(num_engines) {}
 
-  // A rank's host comes first among its agents, then its warps.
-  int host_agent(int rank) const { return rank * (1 + num_ctas * warps_per_cta); }
+  static constexpr int agents_in(int ranks, int ctas, int warps, int engines) {
+    return ranks * (1 + ctas * (warps + engines));
+  }
+  int num_agents() const { return agents_in(num_ranks, num_ctas, warps_per_cta, num_engines); }
+
+  // A rank's host comes first among its agents, then its warps, then its tensor cores.
+  int host_agent(int rank) const {
+    return agents_in(rank, num_ctas, warps_per_cta, num_engines);
+  }
   int agent(int rank, int cta, int warp) const {
     return host_agent(rank) + 1 + cta * warps_per_cta + warp;
   }
+  int engine(int rank, int cta) const {
+    return host_agent(rank) + 1 + num_ctas * warps_per_cta + cta;
+  }
   std::string who(int agent) const {
-    const int per_rank = 1 + num_ctas * warps_per_cta, warp = agent % per_rank - 1;
+    const int per_rank = host_agent(1), warp = agent % per_rank - 1,
+              cta = warp - num_ctas * warps_per_cta;
     std::ostringstream text;
     text << "rank " << agent / per_rank;
     if (warp < 0) {
       text << "'s host";
+    } else if (cta >= 0) {
+      text << " CTA " << cta << "'s tensor cores";
     } else {
       text << " CTA " << warp / warps_per_cta << " warp " << warp % warps_per_cta;
     }

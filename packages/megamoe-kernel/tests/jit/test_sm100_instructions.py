@@ -8,17 +8,20 @@ are resolved here, so that neither renumbering them nor reordering operands goes
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 
 from megamoe_kernel.buffer_layout import INCLUDE
+from megamoe_kernel.buffer_sizes import MOST_RING_ROWS
+from megamoe_kernel.jit.cache import CubinCache
+from megamoe_kernel.jit.compile import compile_kernel
 from megamoe_kernel.jit.nvrtc import Nvrtc
+from megamoe_kernel.jit.targets import Target
 from megamoe_kernel.models import MODELS
-from megamoe_kernel.sm100_kernel import PAIR_TILINGS, TILINGS, Tiling, sm100_source
+from megamoe_kernel.sm100_kernel import PAIR_TILINGS, TARGETS, TILINGS, Tiling, sm100_source
 
 HEADER = INCLUDE / "megamoe" / "ptx" / "sm100.cuh"
 #: Results are bound to PTX's predicate p, where they are selected from it: p != 0.
@@ -82,6 +85,8 @@ STATEMENTS: dict[str, list[list[str]]] = {
     "tensor_no_more_allocs": [
         [f"tcgen05.relinquish_alloc_permit.cta_group::{n}.sync.aligned;"] for n in (1, 2)
     ],
+    # What the allocation stored is read as any word of shared memory.
+    "tensor_allocated": [["ld.shared::cta.u32 address, [from];"]],
     "tensor_free": [
         [f"tcgen05.dealloc.cta_group::{n}.sync.aligned.b32 address, columns;"] for n in (1, 2)
     ],
@@ -213,28 +218,16 @@ def test_the_macro_and_the_mask() -> None:
     ) in text
 
 
-def _nvdisasm() -> str:
-    for distribution in metadata.distributions():
-        if distribution.metadata["Name"] == "triton":
-            for file in distribution.files or ():
-                if file.name == "nvdisasm":
-                    return str(file.locate())
-    pytest.skip("needs nvdisasm, which triton brings")
-
-
 @pytest.mark.parametrize(
     "tiling", [TILINGS[-1], PAIR_TILINGS[-1]], ids=lambda t: f"{t.ctas} x {t.block_rows}"
 )
 def test_fences_and_barriers_are_in_the_machine_code(
-    tiling: Tiling, nvrtc: Nvrtc, tmp_path: Path
+    tiling: Tiling, nvrtc: Nvrtc, shared_cache: CubinCache, run_tool: Callable[..., str]
 ) -> None:
     # tcgen05.fence and fence.mbarrier_init print as nothing: their place is in the text alone.
-    source = sm100_source(MODELS["deepseek-v4-pro"], 8, 32768, tiling)
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(nvrtc.compile(source.name, source.text, "sm_100a", ()))
-    code = subprocess.run(
-        [_nvdisasm(), "-c", str(path)], check=True, capture_output=True, text=True
-    ).stdout
+    source = sm100_source(MODELS["deepseek-v4-pro"], 8, MOST_RING_ROWS, tiling)
+    cubin = compile_kernel(source, "sm_100a", cache=shared_cache).cubin
+    code = run_tool("nvdisasm", cubin, "-c")
     names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.a-z]*)", code, re.M)
     counts, pair = Counter(names), tiling.ctas == 2
 
@@ -250,3 +243,214 @@ def test_fences_and_barriers_are_in_the_machine_code(
     assert counts["UTCBAR.2CTA.MULTICAST" if pair else "UTCBAR"] == 2
     # Arrivals at the leader's barriers are those of a cluster; nobody else makes any.
     assert (counts["SYNCS.ARRIVE.TRANS64.RED.A1T0"] > 0) == pair
+
+
+#: By wrapper: parameters of a kernel that calls it, the call; ``{}`` stands for kCtas.
+CALLS: dict[str, tuple[str, str]] = {
+    "elect": ("uint32_t* out", "*out = elect()"),
+    "barrier_init": ("uint32_t barrier, int arrivals", "barrier_init(barrier, arrivals)"),
+    "fence_barrier_init": ("", "fence_barrier_init()"),
+    "barrier_arrive": ("uint32_t barrier", "barrier_arrive(barrier)"),
+    "barrier_arrive_expect": ("uint32_t barrier, int n", "barrier_arrive_expect(barrier, n)"),
+    "barrier_arrive_at_leader": ("uint32_t barrier", "barrier_arrive_at_leader(barrier)"),
+    "barrier_test": (
+        "uint32_t barrier, uint32_t parity, uint32_t* out",
+        "*out = barrier_test<{}>(barrier, parity)",
+    ),
+    "pair_sync": ("", "pair_sync()"),
+    "fence_proxy_async": ("", "fence_proxy_async()"),
+    "copy_bulk": (
+        "uint32_t to, uint32_t barrier, const void* from, int n", "copy_bulk(to, from, n, barrier)",
+    ),
+    "copy_bulk_to_pair": (
+        "uint32_t to, uint32_t barrier, const void* from, int n",
+        "copy_bulk_to_pair(to, from, n, barrier)",
+    ),
+    "copy_box": (
+        "const void* map, uint32_t to, uint32_t barrier, int x, int y",
+        "copy_box(to, map, x, y, barrier)",
+    ),
+    "tensor_alloc": ("uint32_t to, int columns", "tensor_alloc<{}>(to, columns)"),
+    "tensor_no_more_allocs": ("", "tensor_no_more_allocs<{}>()"),
+    "tensor_allocated": ("uint32_t from, uint32_t* out", "*out = tensor_allocated(from)"),
+    "tensor_free": ("uint32_t address, int columns", "tensor_free<{}>(address, columns)"),
+    "tensor_copy_scales": ("uint32_t to, uint64_t from", "tensor_copy_scales<{}>(to, from)"),
+    "mma_nvfp4": (
+        "uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, bool accumulate, "
+        "uint32_t a_scales, uint32_t b_scales",
+        "mma_nvfp4<{}>(d, a, b, instruction, accumulate, a_scales, b_scales)",
+    ),
+    "tensor_commit": ("uint32_t barrier", "tensor_commit<{}>(barrier)"),
+    "tensor_fence_before": ("", "tensor_fence_before()"),
+    "tensor_fence_after": ("", "tensor_fence_after()"),
+    "tensor_load_32x16": (
+        "uint32_t from, float* out",
+        "float sums[16]; tensor_load_32x16(from, sums); "
+        "for (int i = 0; i < 16; ++i) out[i] = sums[i]",
+    ),
+    "registers_up": ("", "registers_up<176>()"),
+    "registers_down": ("", "registers_down<80>()"),
+}  # fmt: skip
+PHASE = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [barrier], R#"
+FENCES_OF_A_CLUSTER = ["MEMBAR.ALL.GPU", "CGAERRBAR"]
+#: What ptxas makes of each, for one CTA and then for a pair if that differs: of a kernel with one
+#: call, all instructions of these engines, with parameters by their names; # is any number. An
+#: operand of two registers has the name of the first one's parameter. Three fences print nothing.
+MACHINE_CODE: dict[str, list[list[str]]] = {
+    "elect": [["ELECT P0, URZ, PT"]],
+    "barrier_init": [["SYNCS.EXCH.64 URZ, [barrier], UR#"]],
+    "fence_barrier_init": [[]],
+    # A1T0: one arrival, no bytes.
+    "barrier_arrive": [["SYNCS.ARRIVE.TRANS64.A1T0 RZ, [barrier], RZ"]],
+    "barrier_arrive_expect": [["SYNCS.ARRIVE.TRANS64 RZ, [barrier], n"]],
+    "barrier_arrive_at_leader": [
+        ["MEMBAR.ALL.CTA", *FENCES_OF_A_CLUSTER, "SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [UR#], RZ"]
+    ],
+    # What another CTA released is acquired: what is cached of before is dropped.
+    "barrier_test": [[PHASE], [PHASE, "CCTL.IVALL"]],
+    "pair_sync": [[*FENCES_OF_A_CLUSTER, "UCGABAR_ARV", "UCGABAR_WAIT", "CCTL.IVALL"]],
+    "fence_proxy_async": [["MEMBAR.ALL.GPU", "FENCE.VIEW.ASYNC.S"]],
+    # [to and barrier], [from], bytes.
+    "copy_bulk": [["UBLKCP.S.G [to], [from], UR#"]],
+    "copy_bulk_to_pair": [["UBLKCP.S.G.MULTICAST [to], [from], UR#"]],
+    "copy_box": [["UTMALDG.2D [to], [map]"]],
+    "tensor_alloc": [
+        ["UTCATOMSWS.FIND_AND_SET.ALIGN UP0, UR#, UR#"] * 2,
+        ["UTCATOMSWS.2CTA.FIND_AND_SET.ALIGN UP0, UR#, UR#"] * 2,
+    ],
+    "tensor_no_more_allocs": [["UVIRTCOUNT.DEALLOC.SMPOOL 0x80"]] * 2,
+    "tensor_allocated": [["LDS R#, [from]"]],
+    "tensor_free": [["UTCATOMSWS.AND URZ, UR#"]] * 2,
+    "tensor_copy_scales": [
+        ["UTCCP.T.S.4x32dp128bit tmem[to], gdesc[from]"],
+        ["UTCCP.T.S.2CTA.4x32dp128bit tmem[to], gdesc[from]"],
+    ],
+    # 4X is BLOCK16 in sm_103a's. The predicate is whether sums are kept.
+    "mma_nvfp4": [
+        [
+            f"UTCOMMA{pair}.4X gdesc[a], gdesc[b], tmem[d], tmem[URZ], idesc[instruction], "
+            "tmem[a_scales], UP0"
+        ]
+        for pair in ("", ".2CTA")
+    ],
+    "tensor_commit": [["UTCBAR [barrier], URZ"], ["UTCBAR.2CTA.MULTICAST [barrier], URZ, 0x3"]],
+    "tensor_fence_before": [[]],
+    "tensor_fence_after": [[]],
+    "tensor_load_32x16": [
+        [
+            "LDTM.16dp256bit.x2 R#, tmem[from]",
+            "LDTM.16dp256bit.x2 R#, tmem[from+0x100000]",
+        ]
+    ],
+    "registers_up": [["USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xb0"]],
+    "registers_down": [["USETMAXREG.DEALLOC.CTAPOOL 0x50"]],
+}
+ENGINES = r"UT|LDTM|UBLKCP|SYNCS|FENCE|MEMBAR|CCTL|UCGABAR|CGAERRBAR|USETMAXREG|UVIRTCOUNT"
+#: Allocation keeps a record in shared memory of its own, with barriers for a pair.
+ENGINES_OF = {"elect": "ELECT", "tensor_allocated": "LDS", "tensor_alloc": "UT|UVIRT"}
+
+
+def probes(name: str) -> list[str]:
+    """The kernels that call a wrapper, one for each kCtas."""
+    many = "{}" in CALLS[name][1]
+    return [f"probe_{name}_{ctas}" for ctas in ((1, 2) if many else (1,))]
+
+
+def probe_program() -> str:
+    kernels = "".join(
+        f"__global__ void __launch_bounds__(512, 1) {kernel}({parameters}) "
+        f"{{ {call.format(kernel[-1])}; }}\n"
+        for name, (parameters, call) in CALLS.items()
+        for kernel in probes(name)
+    )
+    return (
+        '#include "megamoe/ptx/sm100.cuh"\nusing namespace megamoe::ptx;\n'
+        f'extern "C" {{\n{kernels}}}\n'
+    )
+
+
+def parameters_at(parameters: str) -> dict[int, str]:
+    """Where a kernel's parameters are in constant memory."""
+    at, found = 0x380, {}
+    for parameter in filter(None, parameters.split(", ")):
+        kind, name = parameter.rsplit(" ", 1)
+        size = 8 if "*" in kind or "64" in kind else 1 if kind == "bool" else 4
+        at = -(-at // size) * size
+        found[at] = name
+        at += size
+    return found
+
+
+def machine_code_of(code: str, kernel: str, parameters: str) -> list[str]:
+    """A kernel's instructions in order, without predicates; what a register got from a parameter,
+    by the parameter's name.
+    """
+    _, *sections = re.split(r"^//-+ \.text\.(\w+) +-+$", code, flags=re.M)
+    text = dict(zip(sections[::2], sections[1::2], strict=True))[kernel]
+    text = text.partition(".weak")[0]  # subroutines that trap follow
+    names, held, found = parameters_at(parameters), dict[str, str](), []
+    for line in re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ +)?(.*?) *;", text, re.M):
+        found.append(re.sub(r"\bU?R\d+\b", lambda match: held.get(match[0], match[0]), line))
+        written = re.match(r"(\S+) (U?R)(\d+), (.*)", line)
+        if written is None:
+            continue
+        operation, kind, number, source = written.groups()
+        loaded = re.match(r"c\[0x0\]\[0x([0-9a-f]+)\]$", source)
+        for k in range(2 if ".64" in operation else 1):
+            held.pop(f"{kind}{int(number) + k}", None)
+            at = int(loaded[1], 16) + 4 * k if loaded else -1
+            if at in names:
+                held[f"{kind}{int(number) + k}"] = names[at]
+        if operation == "UMOV" and re.fullmatch(r"0x[0-9a-f]+|URZ", source):
+            held[f"{kind}{number}"] = source
+    return found
+
+
+@pytest.fixture(scope="module")
+def probed(nvrtc: Nvrtc, run_tool: Callable[..., str]) -> Callable[[Target], str]:
+    @cache
+    def of(target: Target) -> str:
+        return run_tool("nvdisasm", nvrtc.compile("probes", probe_program(), target, ()), "-c")
+
+    return of
+
+
+def test_every_wrapper_is_probed() -> None:
+    assert set(CALLS) == set(MACHINE_CODE) == set(STATEMENTS)
+    for name in CALLS:
+        assert len(MACHINE_CODE[name]) in (1, len(probes(name)))
+        # As many as the text has: one for each kCtas.
+        assert len(STATEMENTS[name]) == len(probes(name))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", CALLS)
+def test_the_machine_code_of_every_wrapper(
+    name: str, target: Target, probed: Callable[[Target], str]
+) -> None:
+    for kernel, expected in zip(probes(name), MACHINE_CODE[name], strict=True):
+        code = machine_code_of(probed(target), kernel, CALLS[name][0])
+        engines = re.compile(ENGINES_OF.get(name, ENGINES))
+        found = [line for line in code if engines.match(line)]
+        wanted = [re.escape(line).replace(r"\#", r"\d+") for line in expected]
+        if target == "sm_103a":
+            wanted = [line.replace(r"\.4X", r"\.BLOCK16") for line in wanted]
+        assert len(found) == len(wanted), found
+        for line, pattern in zip(found, wanted, strict=True):
+            assert re.fullmatch(pattern, line), (line, pattern)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_where_the_load_puts_its_registers(target: Target, probed: Callable[[Target], str]) -> None:
+    # As the epilogue reads them: four of the first lanes, of the next, then of eight columns on.
+    code = machine_code_of(probed(target), "probe_tensor_load_32x16_1", "")
+    first, second = (
+        int(found[1]) for line in code if (found := re.match(r"LDTM\S* R(\d+), ", line))
+    )
+    stored = {
+        int(found[1] or "0", 16) // 4: int(found[2])
+        for line in code
+        if (found := re.match(r"STG\S* .*\.64(?:\+0x([0-9a-f]+))?\], R(\d+)$", line))
+    }
+    blocks = [first, second, first + 4, second + 4]
+    assert stored == {4 * i + j: block + j for i, block in enumerate(blocks) for j in range(4)}

@@ -72,10 +72,9 @@ MEGAMOE_GPU_FN bool sm100_epilogues(M& m, const Group& group, const Shape& shape
                                     uint8_t* tile) {
   const Fields mine{arguments.buffers, m.rank_idx()};
   const Gates<Nvfp4, Shape> gates(shape, mine);
-  const GroupedShape<Tiling::ctas, Shape> grouped(shape);
-  auto tasks = sm100_tasks<Tiling>(m, grouped, pool.num_blocks());
+  TaskCursor<Shape, Tiling::ctas> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   RingCursor<2> accumulator;
-  for (Task task; next_task<Tiling>(m, tasks, task); accumulator.advance()) {
+  for (Task task; tasks.next(task); accumulator.advance()) {
     // The tokens' scales and sources are read here, so their arrival is acquired here too: a commit
     // of the tensor cores is not known to hand on what its thread had acquired.
     bool ok = true;

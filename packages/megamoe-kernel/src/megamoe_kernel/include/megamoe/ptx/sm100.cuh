@@ -99,6 +99,11 @@ template <int kCtas>
 __device__ __forceinline__ void tensor_no_more_allocs() {
   MEGAMOE_CTA_GROUP("tcgen05.relinquish_alloc_permit", ".sync.aligned;", ::)
 }
+__device__ __forceinline__ uint32_t tensor_allocated(uint32_t from) {
+  uint32_t address;
+  asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(address) : "r"(from) : "memory");
+  return address;
+}
 template <int kCtas>
 __device__ __forceinline__ void tensor_free(uint32_t address, int columns) {
   MEGAMOE_CTA_GROUP("tcgen05.dealloc", ".sync.aligned.b32 %0, %1;",

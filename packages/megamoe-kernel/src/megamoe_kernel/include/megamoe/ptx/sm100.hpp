@@ -68,6 +68,8 @@ template <int kCtas>
 MEGAMOE_GPU_FN void tensor_alloc(uint32_t to, int columns MEGAMOE_SITE);
 template <int kCtas>
 MEGAMOE_GPU_FN void tensor_no_more_allocs(MEGAMOE_SITE_ONLY);
+// The address that was stored, after a barrier.
+MEGAMOE_GPU_FN uint32_t tensor_allocated(uint32_t from MEGAMOE_SITE);
 template <int kCtas>
 MEGAMOE_GPU_FN void tensor_free(uint32_t address, int columns MEGAMOE_SITE);
 

@@ -34,30 +34,6 @@ template <class Shape>
 MEGAMOE_GPU_FN int layer_columns(const Shape& shape, Layer layer) {
   return layer == Layer::kL1 ? shape.hidden : shape.intermediate;
 }
-// The layer as the list of tasks sees it: with tasks of kCtas times as many rows.
-template <int kCtas, class Shape>
-struct GroupedShape : Shape {
-  static constexpr int weight_rows = kCtas * Shape::weight_rows;
-  MEGAMOE_GPU_FN explicit GroupedShape(const Shape& shape) : Shape(shape) {}
-};
-template <int kCtas>
-struct GroupedShape<kCtas, Problem> : Problem {
-  explicit GroupedShape(const Problem& problem) : Problem(problem) { weight_rows *= kCtas; }
-};
-
-// The tasks of this CTA. A pair takes tasks of the rows of both; here they are those of one CTA, as
-// gates and epilogues count them. grouped: outlives the cursor.
-template <class Tiling, Machine M, class Grouped>
-MEGAMOE_GPU_FN TaskCursor<Grouped> sm100_tasks(const M& m, const Grouped& grouped, int num_blocks) {
-  return TaskCursor<Grouped>(grouped, num_blocks, m.cta_idx() / Tiling::ctas,
-                             m.num_ctas() / Tiling::ctas);
-}
-template <class Tiling, Machine M, class Grouped>
-MEGAMOE_GPU_FN bool next_task(const M& m, TaskCursor<Grouped>& tasks, Task& task) {
-  if (!tasks.next(task)) return false;
-  task.part = task.part * Tiling::ctas + cta_of_group<Tiling>(m);
-  return true;
-}
 
 // MMAs along K in a stage; the last stage may be half full.
 MEGAMOE_GPU_FN int steps_of_stage(int columns, int first_column) {
@@ -81,10 +57,9 @@ MEGAMOE_GPU_FN bool wait_inputs(M& m, const Gates<Format, Shape>& gates, const T
 template <class Tiling, Machine M, class Shape, class Operands>
 MEGAMOE_GPU_FN bool copy_weights(M& m, const Shape& shape, const Pool<Shape>& pool,
                                  const Sm100Stages<Tiling>& stages, Operands operands) {
-  const GroupedShape<Tiling::ctas, Shape> grouped(shape);
-  auto tasks = sm100_tasks<Tiling>(m, grouped, pool.num_blocks());
+  TaskCursor<Shape, Tiling::ctas> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   RingCursor<Tiling::stages> ring;
-  for (Task task; next_task<Tiling>(m, tasks, task);) {
+  for (Task task; tasks.next(task);) {
     const Sm100Operands of = operands(task, pool.block(task.block));
     const int first_row = task.part * Tiling::weight_rows;
     const uint32_t* scales = of.weights.scales +
@@ -122,10 +97,9 @@ MEGAMOE_GPU_FN bool copy_tokens(M& m, const Shape& shape, const Fields& mine,
                                 const void* const (&maps)[2]) {
   constexpr int kBoxBytes = kTokenBoxRows * ptx::kSwizzleBytes;
   const Gates<Nvfp4, Shape> gates(shape, mine);
-  const GroupedShape<Tiling::ctas, Shape> grouped(shape);
-  auto tasks = sm100_tasks<Tiling>(m, grouped, pool.num_blocks());
+  TaskCursor<Shape, Tiling::ctas> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   RingCursor<Tiling::stages> ring;
-  for (Task task; next_task<Tiling>(m, tasks, task);) {
+  for (Task task; tasks.next(task);) {
     if (!wait_inputs(m, gates, task)) return false;
     ptx::fence_proxy_async();
     const bool is_l1 = task.layer == Layer::kL1;
@@ -199,11 +173,10 @@ MEGAMOE_GPU_FN void multiply_stage(const Sm100Stages<Tiling>& stages, int stage,
 template <class Tiling, Machine M, class Shape>
 MEGAMOE_GPU_FN bool multiply(M& m, const Shape& shape, const Pool<Shape>& pool,
                              const Sm100Stages<Tiling>& stages, uint32_t tensor) {
-  const GroupedShape<Tiling::ctas, Shape> grouped(shape);
-  auto tasks = sm100_tasks<Tiling>(m, grouped, pool.num_blocks());
+  TaskCursor<Shape, Tiling::ctas> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   RingCursor<Tiling::stages> ring;
   RingCursor<2> accumulator;
-  for (Task task; next_task<Tiling>(m, tasks, task); accumulator.advance()) {
+  for (Task task; tasks.next(task); accumulator.advance()) {
     const int columns = layer_columns(shape, task.layer);
     const uint32_t instruction = ptx::nvfp4_instruction(
         Tiling::ctas * ptx::kMmaRows, multiplied_rows<Tiling>(pool.block(task.block)));
@@ -228,10 +201,9 @@ MEGAMOE_GPU_FN bool multiply(M& m, const Shape& shape, const Pool<Shape>& pool,
 template <class Tiling, Machine M, class Shape>
 MEGAMOE_GPU_FN bool report_stages(M& m, const Shape& shape, const Pool<Shape>& pool,
                                   const Sm100Stages<Tiling>& stages) {
-  const GroupedShape<Tiling::ctas, Shape> grouped(shape);
-  auto tasks = sm100_tasks<Tiling>(m, grouped, pool.num_blocks());
+  TaskCursor<Shape, Tiling::ctas> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   RingCursor<Tiling::stages> ring;
-  for (Task task; next_task<Tiling>(m, tasks, task);) {
+  for (Task task; tasks.next(task);) {
     const int columns = layer_columns(shape, task.layer);
     for (int column = 0; column < columns; column += kStageColumns, ring.advance()) {
       if (!wait_phase<1>(m, stages.full(ring.at), ring.round)) return false;

@@ -122,7 +122,7 @@ struct Sm100Stages {
     ptx::tensor_fence_before();
   }
   MEGAMOE_GPU_FN uint32_t tensor_base() const {
-    return *reinterpret_cast<const volatile uint32_t*>(base + kTensorAt);
+    return ptx::tensor_allocated(address(kTensorAt));
   }
 };
 
