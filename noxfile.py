@@ -40,8 +40,8 @@ def install_workspace(session: nox.Session, *arguments: str) -> None:
 
 
 def run_pytest(session: nox.Session, *arguments: str) -> None:
-    # One thread for each worker: two workers share two cores. Each begins with half of the tests, so
-    # that what a package's tests import or build is mostly made by one of them.
+    # One thread for each worker: two workers share two cores. Each begins with half of the tests,
+    # so that what a package's tests import or build is mostly made by one of them.
     session.run(
         *("pytest", "--numprocesses=2", "--dist=worksteal", *arguments, *session.posargs),
         env={"OMP_NUM_THREADS": "1"},
