@@ -1,4 +1,5 @@
-// The whole layer on Hopper, W4A16: one persistent launch, one CTA on each multiprocessor.
+// The whole layer on Hopper, W4A16: one persistent launch, one CTA on each multiprocessor, alone or in
+// clusters of two that bring each other's tokens.
 //
 // Warpgroup 0 brings and takes away: warp 0 weights, warp 1 tokens to shared memory, warp 2 tokens
 // into the ring, warp 3 results from the epilogues' tile. The others compute, then combine. At the
