@@ -60,21 +60,31 @@ def prepare_checkpoint(
     output: Path,
     *,
     resume: bool = False,
+    allow_suspected: bool = False,
     fault: Fault = no_fault,
     advance: Advance = no_advance,
 ) -> PrepareReport:
     """Writes the folder ``output``; a killed run is continued with ``resume`` to the same bytes.
 
     source: a checkpoint with NVFP4 experts, in any scheme of names. One linear is in memory at a
-    time. Raises CheckpointError for a source that is incomplete, or in whose weights the doctor
-    finds an error, which converting would hide; for an output that exists (unless ``resume``) or
-    lies in the input, and a disk without room; StoredError for a source that needs no preparing,
-    or cannot be prepared.
+    time. allow_suspected: also of weights that the doctor only suspects. Raises CheckpointError for
+    a source that is incomplete, or in which the doctor finds an error that the output would hide or
+    keep, or suspects one in the weights; for an output that exists (unless ``resume``) or lies in
+    the input, and a disk without room; StoredError for a source that needs no preparing, or cannot
+    be prepared.
     """
     stored = read_stored(source)
     with Checkpoint.open(source) as checkpoint:
         job, linears = make_job(stored, checkpoint)
-        refuse(source, [found for found in examine(source).findings if _stands(found)])
+        findings = examine(source).findings
+        refuse(source, [found for found in findings if found.level == "error" and _stands(found)])
+        if not allow_suspected:
+            suspected = [found for found in findings if found.level == "suspected"]
+            refuse(
+                source,
+                [found for found in suspected if _stands(found)],
+                " Or convert what is suspected: --allow-suspected.",
+            )
         with _removed_if_empty(output):
             outcome = run(job, output, resume=resume, fault=fault, advance=advance)
     requantized, unified = {}, {}
@@ -148,10 +158,10 @@ def _check(stored: Stored, source: Checkpoint) -> None:
 
 
 def _stands(found: Diagnosis) -> bool:
-    """Whether a fault is in the weights, and is none that this pass puts right."""
+    """Whether a fault is in weights or config.json, and is none that this pass puts right."""
     row = CATALOGUE.get(found.code)
     is_handled = row is not None and row.handled != "no"
-    return found.level == "error" and found.file.endswith(".safetensors") and not is_handled
+    return found.file.endswith((".safetensors", "config.json")) and not is_handled
 
 
 def _documents(stored: Stored, source: Checkpoint, schema: Schema) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -269,6 +270,33 @@ def test_a_fault_that_the_output_would_hide_or_keep_is_refused(
     with pytest.raises(CheckpointError, match=f"tensor {module}.*vllm-dsv4 doctor"):
         prepare_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_suspected_is_refused_unless_asked_for(
+    checkpoint: Checkpoint, checkpoints: ModuleType, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def swap_nibbles(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith(".weight") and tensor.dtype == torch.uint8:
+                tensors[name] = tensor >> 4 | tensor << 4
+
+    source = shutil.copytree(checkpoint("full"), tmp_path / "in")
+    checkpoints.change(source, swap_nibbles)
+    command = ["prepare", str(source), str(tmp_path / "out")]
+    assert main(command) == 2
+    assert re.search(r"swapped-nibbles.*--allow-suspected", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+    assert main([*command, "--allow-suspected"]) == 0
+
+
+def test_a_config_that_does_not_fit_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source = shutil.copytree(checkpoint("full"), tmp_path / "in")
+    config = json.loads((source / "config.json").read_text())
+    del config["rope_scaling"]
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="rope-missing"):
+        prepare_checkpoint(source, tmp_path / "out")
 
 
 def test_a_broken_link_is_named(

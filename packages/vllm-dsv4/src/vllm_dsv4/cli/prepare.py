@@ -25,6 +25,11 @@ def register(commands: Commands) -> None:
     parser.add_argument("input", type=Path, help="a checkpoint folder")
     parser.add_argument("output", type=Path, help="a new folder")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument(
+        "--allow-suspected",
+        action="store_true",
+        help="convert weights that the doctor suspects too; afterwards it no longer sees why",
+    )
     parser.set_defaults(run=run)
 
 
@@ -36,7 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     size = sum(path.stat().st_size for path in files)
     with progress("prepare", size) as advance:
         report = prepare_checkpoint(
-            arguments.input, arguments.output, resume=arguments.resume, advance=advance
+            arguments.input,
+            arguments.output,
+            resume=arguments.resume,
+            allow_suspected=arguments.allow_suspected,
+            advance=advance,
         )
     if arguments.json:
         show_json(_document(report))
