@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,22 @@ def test_a_lost_signal_ends_in_a_record(run: Any, field: str) -> None:
     assert result.message == ""
     assert any(result.failures)
     assert all(failure.complete for failure in result.failures if failure)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_pair_meets_after_a_lost_signal_too(
+    run_sm100: Any, make_layer: Any, make_tokens: Any, seed: int
+) -> None:
+    """Neither CTA ends before what the other one has begun in it."""
+    layer = make_layer(E, 512, 256)
+    ids = torch.tensor([0, 2]).repeat(140, 1)
+    rank = replace(make_tokens(140, 512, E, K, "nvfp4"), topk_idx=ids)
+    result = run_sm100(
+        [[rank]], layer.w13, layer.w2, seed=seed, fault=("drop signal", "ring_l1_done", 0, 0),
+        ring_rows=256, wave_blocks=1, num_ctas=2, ctas=2, block_rows=64, weight_rows=128,
+    )  # fmt: skip
+    assert result.message == ""
+    assert any(result.failures)
 
 
 @pytest.mark.parametrize("field", ["ring_x", "ring_x_sf", "ring_h", "ring_h_sf", "ring_x_scale"])

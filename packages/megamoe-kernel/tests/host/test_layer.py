@@ -124,11 +124,12 @@ def test_tilings(
     check([tokens([30, 21], activation)], make_layer(E, H, I), activation, **tiling)
 
 
+@pytest.mark.parametrize("topk", [6, 7, 13])  # combine has six slots under way at a time
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_many_experts_few_tokens(
-    check: Check, make_tokens: Any, make_layer: Any, activation: Activation
+    check: Check, make_tokens: Any, make_layer: Any, activation: Activation, topk: int
 ) -> None:
-    ranks = [make_tokens(3, 128, 80, 6, activation, seed=i) for i in range(2)]
+    ranks = [make_tokens(3, 128, 80, topk, activation, seed=i) for i in range(2)]
     check([ranks], make_layer(80, 128, 128), activation, block_rows=8, ring_rows=2048)
 
 

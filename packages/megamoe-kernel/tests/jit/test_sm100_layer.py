@@ -151,6 +151,12 @@ def test_sizes_that_do_not_fit_do_not_compile(nvrtc: Nvrtc) -> None:
         compiled(nvrtc, sm100_source(TINY, 1, 1024, Tiling(1, 128, 2)), "sm_100a")
 
 
+def test_a_pair_whose_rows_do_not_divide_the_layer_does_not_compile(nvrtc: Nvrtc) -> None:
+    source = sm100_source(MoEShape(8, 2, 384, 128), 1, 32768, PAIR_TILINGS[0])
+    with pytest.raises(CompileError, match="shares_out"):
+        compiled(nvrtc, source, "sm_100a")
+
+
 def test_blocks_hold_most_experts_tokens() -> None:
     for shape in (PRO, FLASH):
         for tokens in (1, 8, 64, 256, 1024, 8192):

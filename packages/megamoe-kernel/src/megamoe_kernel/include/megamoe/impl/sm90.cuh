@@ -186,6 +186,7 @@ template <class Tiling, class Shape>
 __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   static_assert(problem_error<Bf16>(Shape{}) == nullptr);
   static_assert(Shape::weight_rows == Tiling::weight_rows);
+  static_assert(shares_out(Shape{}, Tiling::ctas));
   using Shared = Sm90Shared<Tiling, Shape>;
   static_assert(Shared::kBytes <= kMostShared);
   extern __shared__ __align__(1024) uint8_t shared[];

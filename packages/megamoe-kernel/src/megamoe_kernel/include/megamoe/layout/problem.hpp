@@ -69,6 +69,11 @@ template <class Shape>
 MEGAMOE_FN constexpr int l2_tasks(const Shape& shape) {
   return shape.hidden / shape.weight_rows;
 }
+// Whether the CTAs of a cluster get equally many tasks of each block.
+template <class Shape>
+MEGAMOE_FN constexpr bool shares_out(const Shape& shape, int ctas) {
+  return l1_tasks(shape) % ctas == 0 && l2_tasks(shape) % ctas == 0;
+}
 // Values of the intermediate that a task of L1 makes.
 template <class Shape>
 MEGAMOE_FN constexpr int l1_outputs(const Shape& shape) {
