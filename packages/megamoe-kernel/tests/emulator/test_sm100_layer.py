@@ -15,8 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from megamoe_kernel.experts import as_w2
 from megamoe_kernel.reference import RankTokens, mega_moe
+from nvfp4_codec import dequantize_nvfp4, quantize_nvfp4
 
+#: Values of the codes; the upper eight are negative.
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+E2M1 = torch.cat((E2M1, -E2M1))
 BOUND = 2e-3  # docs/kernel-contract.md
 E, K = 8, 2
 #: hidden, intermediate: a stage of K is 256, so the last one is half full, or the only one is.
@@ -90,6 +95,43 @@ def test_ranks_compute_what_one_reference_does(
 @pytest.mark.parametrize("tiling", TILINGS.values(), ids=TILINGS)
 def test_tilings(check: Check, tokens: Any, make_layer: Any, tiling: dict[str, int]) -> None:
     check([tokens([50, 33], 512)], make_layer(E, 512, 256), seeds=range(2), **tiling)
+
+
+def test_requantization_code_by_code(run_sm100: Any, make_layer: Any, make_tokens: Any) -> None:
+    """w2 is the identity, so that a result is one value of the intermediate; codes and scales are
+    told from it and compared with those of SwiGLU in double, where no tie is near."""
+    hidden, intermediate, limit = 384, 128, 10.0
+    layer = make_layer(1, hidden, intermediate)
+    identity = torch.eye(intermediate).repeat(hidden // intermediate, 1)
+    w2 = replace(as_w2([quantize_nvfp4(identity)]), input_scale=layer.w2.input_scale)
+    tokens = make_tokens(40, hidden, 1, 1, "nvfp4")
+    tokens = replace(tokens, topk_weights=torch.ones(40, 1))
+    result = run_sm100([[tokens]], layer.w13, w2, limit=limit)
+    assert result.ended_well
+    found = result.outputs[0][0][:, :intermediate].double()
+
+    x = tokens.x
+    values = E2M1[torch.stack((x.codes & 15, x.codes >> 4), -1).flatten(1).long()]
+    values = values * x.block_scale.double().repeat_interleave(16, 1) * x.scale.double()[:, None]
+    gate, up = (
+        values @ dequantize_nvfp4(*w, dtype=torch.float32).double().T for w in layer.gate_up[0]
+    )
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    h = (gate * gate.sigmoid() * up).unflatten(1, (-1, 16))
+    unit = float(w2.input_scale)
+    exact_scale = h.abs().amax(-1, keepdim=True) / 6 / unit
+    scale = exact_scale.to(torch.float8_e4m3fn).double()
+    near = (exact_scale * (1 + 1e-4)).to(torch.float8_e4m3fn).double() != scale
+    near |= (exact_scale * (1 - 1e-4)).to(torch.float8_e4m3fn).double() != scale
+    ratio = h / (scale * unit)
+    middles = (E2M1[:7] + E2M1[1:8]) / 2
+    near = near | ((ratio.abs().unsqueeze(-1) - middles).abs() < 1e-3).any(-1)
+    codes = (ratio.abs().unsqueeze(-1) - E2M1[:8]).abs().argmin(-1)
+    told = found.unflatten(1, (-1, 16)) / (scale * unit)  # a code, but for BF16's rounding
+    expected = E2M1[codes] * ratio.sign()
+    assert near.double().mean() < 0.05
+    assert torch.allclose(told[~near], expected[~near], rtol=1 / 128, atol=1e-6)
+    assert len(codes[~near].unique()) == 8
 
 
 @pytest.mark.parametrize("name", REAL_TILINGS)
