@@ -157,10 +157,11 @@ def main() -> int:
                     "failure": str(problem.buffer.failure() or ""),
                 }
             )  # fmt: skip
+            of_held = rows[-1]["of_held_matmul"]
             sys.stderr.write(
                 f"{tokens:6} tokens, blocks of {tiling.block_rows:3}: {median:8.1f} us, "
                 f"{rows[-1]['of_bandwidth']:.1%} of bandwidth, {rows[-1]['of_matmul']:.1%} of "
-                f"matmul ({rows[-1]['of_held_matmul'] or 0:.1%} of the rate held) "
+                f"matmul{'' if of_held is None else f' ({of_held:.1%} of the rate held)'} "
                 f"{rows[-1]['failure']}\n"
             )
     others: dict[str, object] = {}

@@ -34,8 +34,7 @@ int run(const LayerRun& arguments, char* message, int capacity) {
   const char* error = nullptr;
   if (p.num_ranks * agents > host::kMaxAgents) error = "too many warps for the clocks";
   if (arguments.num_ctas % Tiling::ctas) error = "CTAs are not pairs";
-  const int rows = Tiling::ctas * Tiling::weight_rows;
-  if (p.hidden % rows || 2 * p.intermediate % rows) error = "a pair's rows divide no layer";
+  if (!shares_out(p, Tiling::ctas)) error = "a pair's rows divide no layer";
   if (error) {
     copy_text(error, message, capacity);
     return 2;

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from .buffer import SymmBuffer
 from .buffer_sizes import MAX_RANKS
+from .jit.driver import LoadedKernel
 from .models import MoEShape, local_experts
 
 #: Nanoseconds after which a wait is given up.
@@ -114,6 +116,15 @@ def set_call(
     arguments.output = y.data_ptr()
     arguments.rank_idx = sym_buffer.rank_idx
     arguments.wait_limit = wait_limit
+
+
+def launch_layer(
+    kernel: LoadedKernel, arguments: ctypes.Structure, sym_buffer: SymmBuffer, ctas: int
+) -> None:
+    """One CTA on each multiprocessor, in whole clusters of ``ctas``."""
+    count = torch.cuda.get_device_properties(sym_buffer.device).multi_processor_count
+    grid = (count // ctas * ctas, 1, 1)
+    kernel.launch(arguments, grid, shared_bytes=SHARED_BYTES, cluster=ctas, cooperative=True)
 
 
 def listed(constants: tuple[int, ...]) -> str:

@@ -25,6 +25,7 @@ from .launch import (
     SHARED_BYTES,
     WAIT_LIMIT,
     bytes_beside_stages,
+    launch_layer,
     listed,
     rank_buffers_type,
     set_call,
@@ -192,9 +193,7 @@ def run_sm100_layer(
     for index, down in enumerate((l2, *(shared or ())[1:])):
         arguments.input_scales[index] = required_input_scale(down.input_scale).data_ptr()
     set_call(arguments, y, sym_buffer, swiglu_limit, wait_limit)
-    count = torch.cuda.get_device_properties(sym_buffer.device).multi_processor_count
-    grid = (count // tiling.ctas * tiling.ctas, 1, 1)
-    kernel.launch(arguments, grid, shared_bytes=SHARED_BYTES, cluster=tiling.ctas, cooperative=True)
+    launch_layer(kernel, arguments, sym_buffer, tiling.ctas)
 
 
 _TensorMap = ctypes.c_ubyte * TENSOR_MAP_BYTES

@@ -22,6 +22,7 @@ from .launch import (
     SHARED_BYTES,
     WAIT_LIMIT,
     bytes_beside_stages,
+    launch_layer,
     listed,
     rank_buffers_type,
     set_call,
@@ -178,9 +179,7 @@ def run_sm90_layer(
     for index, weights in enumerate((l1, l2, *(shared or ()))):
         arguments.weights[index] = _Weights(weights.weight.data_ptr(), weights.alpha.data_ptr())
     set_call(arguments, y, sym_buffer, swiglu_limit, wait_limit)
-    processors = torch.cuda.get_device_properties(sym_buffer.device).multi_processor_count
-    grid = (processors // tiling.ctas * tiling.ctas, 1, 1)
-    kernel.launch(arguments, grid, shared_bytes=SHARED_BYTES, cluster=tiling.ctas, cooperative=True)
+    launch_layer(kernel, arguments, sym_buffer, tiling.ctas)
 
 
 class _Weights(ctypes.Structure):

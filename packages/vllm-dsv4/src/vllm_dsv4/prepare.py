@@ -76,15 +76,11 @@ def prepare_checkpoint(
     stored = read_stored(source)
     with Checkpoint.open(source) as checkpoint:
         job, linears = make_job(stored, checkpoint)
-        findings = examine(source).findings
-        refuse(source, [found for found in findings if found.level == "error" and _stands(found)])
+        standing = [found for found in examine(source).findings if _stands(found)]
+        refuse(source, [found for found in standing if found.level == "error"])
         if not allow_suspected:
-            suspected = [found for found in findings if found.level == "suspected"]
-            refuse(
-                source,
-                [found for found in suspected if _stands(found)],
-                " Or convert what is suspected: --allow-suspected.",
-            )
+            suspected = [found for found in standing if found.level == "suspected"]
+            refuse(source, suspected, " Or convert what is suspected: --allow-suspected.")
         with _removed_if_empty(output):
             outcome = run(job, output, resume=resume, fault=fault, advance=advance)
     requantized, unified = {}, {}

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from .agreement import FULL
 from .fleet import MEGAMOE, Served
-from .test_logprobs import Record, Reference, gate_of, parts
+from .test_kernels import assert_same_alone
+from .test_logprobs import Record, Reference, assert_follows
 
 NAME = MEGAMOE["moe_kernel"]
 
@@ -36,11 +36,7 @@ ENGINES = [
 def test_they_follow_the_float32_forward(
     served: Served, reference: Reference, record: Record
 ) -> None:
-    refusals = []
-    for part, found in parts(served, reference).items():
-        record("agreement", engine=served.name, part=part, **vars(found))
-        refusals += [f"{part}: {refusal}" for refusal in gate_of(part, FULL).refusals(found)]
-    assert not refusals
+    assert_follows(served, reference, record, FULL)
 
 
 @pytest.mark.parametrize("served", ENGINES, indirect=True)
@@ -54,13 +50,7 @@ def test_every_layers_experts_are_the_kernels(served: Served, layers: int) -> No
 
 @pytest.mark.parametrize("served", [("megamoe", "megamoe-graphs")], indirect=True, ids=" and ".join)
 def test_cuda_graphs_give_eagers_tokens(served: tuple[Served, Served]) -> None:
-    """Each prompt alone, so that both engines compute with the same numbers of tokens."""
-    eager, graphs = served
-    assert "Graph capturing finished" in graphs.log
-    assert graphs.about
-    assert eager.about
-    assert eager.arrays["alone"].size
-    np.testing.assert_array_equal(graphs.arrays["alone"], eager.arrays["alone"])
+    assert_same_alone(*served)
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ class Planner {
  private:
   M& m_;
   const Sm90Cta<Tiling, Shape>& cta_;
-  Sm90Tasks<Tiling, Shape> tasks_;
+  TaskCursor<Shape, Tiling::ctas> tasks_;
   uint32_t count_ = 0;
 };
 
@@ -180,8 +180,8 @@ __device__ __forceinline__ int first_blocks(const Shape& shape, int num_blocks, 
   return num_blocks < most ? num_blocks : most;
 }
 
-// Of a cluster, no CTA may be gone while the other one copies to it or arrives at its barriers, so
-// each comes here to meet the other twice, whatever fails.
+// Of a cluster, no CTA may be gone while the other one copies to it or arrives at its barriers: they
+// meet once in here and once after it, whatever fails.
 template <class Tiling, class Shape>
 __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   static_assert(problem_error<Bf16>(Shape{}) == nullptr);

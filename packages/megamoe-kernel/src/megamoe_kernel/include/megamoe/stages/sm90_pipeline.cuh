@@ -163,15 +163,12 @@ struct TileHandoff {
   }
 };
 
-template <class Tiling, class Shape>
-using Sm90Tasks = TaskCursor<Shape, Tiling::ctas>;
-
 // One warp: the weights of this CTA's tasks. weights(layer, expert): where an expert's tiles begin.
 template <class Tiling, Machine M, class Shape, class Weights>
 __device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Pool<Shape>& pool,
                                              const Stages<Tiling, Shape>& stages,
                                              Weights weights) {
-  Sm90Tasks<Tiling, Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
+  TaskCursor<Shape, Tiling::ctas> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   StageCursor<Tiling::stages> at;
   for (Task task; tasks.next(task);) {
     const int steps = task_steps<Tiling>(shape, task.layer);
@@ -203,7 +200,7 @@ __device__ __forceinline__ void copy_tokens(M& m, const Shape& shape, const Fiel
   constexpr int kBoxRows = box_rows(Shape{}), kBoxBytes = kBoxRows * kBoxColumns * 2;
   constexpr int kPanels = Tiling::columns / kBoxColumns, kPanelBytes = Shape::block_rows * 128;
   const Gates<Bf16, Shape> gates(shape, mine);
-  Sm90Tasks<Tiling, Shape> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
+  TaskCursor<Shape, Tiling::ctas> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   StageCursor<Tiling::stages> at;
   for (Task task; tasks.next(task);) {
     const bool is_l1 = task.layer == Layer::kL1;
