@@ -34,7 +34,7 @@ from megamoe_kernel import (
     transform_nvfp4_weights_for_mega_moe,
 )
 from megamoe_kernel.models import MoEShape
-from megamoe_kernel.sm90_kernel import TILINGS, Tiling, run_sm90_layer, tiling_for
+from megamoe_kernel.sm90_kernel import Tiling, all_tilings, run_sm90_layer, tiling_for
 from megamoe_kernel.verify.cases import PRO, random_weights, spread
 
 ROUTINGS = 4
@@ -137,7 +137,7 @@ def main() -> int:
         problem = Problem(PRO, tokens)
         inputs[tokens] = [(problem.x, ids.int(), problem.weights) for ids in problem.ids]
         chosen = tiling_for(PRO, tokens)
-        tilings = TILINGS if arguments.all_tilings else (chosen,)
+        tilings = all_tilings() if arguments.all_tilings else (chosen,)
         floor = floors(PRO, problem, ceiling)
         held = matmul_tflops(HELD_ROUNDS) if tokens >= HELD_FROM else None
         for tiling in tilings:
@@ -145,7 +145,7 @@ def main() -> int:
             median = statistics.median(times)
             rows.append(
                 {
-                    "tokens": tokens, "block_rows": tiling.block_rows, "chosen": tiling is chosen,
+                    "tokens": tokens, "block_rows": tiling.block_rows, "chosen": tiling == chosen,
                     "experts": problem.touched, "microseconds": median, "best": min(times),
                     **floor,
                     "of_bandwidth": floor["bandwidth_us"] / median,

@@ -4,11 +4,13 @@
 
 #include <array>
 #include <bit>
+#include <span>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "megamoe/layout/buffer.hpp"
+#include "tilings.hpp"
 
 namespace py = pybind11;
 
@@ -55,10 +57,66 @@ auto layout_of(const Sizes& numbers) {
   return std::tuple(rows, layout.shared_bytes, layout.bytes);
 }
 
+// Structs of integers as Python has them: tuples.
+template <class Struct>
+using Ints = std::array<int, sizeof(Struct) / sizeof(int)>;
+template <class Struct>
+Ints<Struct> ints(const Struct& value) {
+  return std::bit_cast<Ints<Struct>>(value);
+}
+
+template <class Tiling, class Rows>
+auto tilings_of(const Rows& rows) {
+  std::vector<Ints<Tiling>> found;
+  for (const ForTokens<Tiling>& row : rows) found.push_back(ints(row.tiling));
+  return found;
+}
+
+// An architecture's tilings: all, those that a layer can take, the one for a number of tokens; and
+// the constants of a kernel: of its tiling, of its shape, threads of a CTA.
+template <class Tiling, class Format>
+void define_tilings(py::module_& module, const std::string& arch,
+                    std::span<const ForTokens<Tiling>> all) {
+  const auto define = [&](const char* name, auto function) {
+    module.def((arch + name).c_str(), function, py::call_guard<py::gil_scoped_release>());
+  };
+  define("_tilings", [=] { return tilings_of<Tiling>(all); });
+  define("_fitting", [=](const Ints<MoEShape>& layer) {
+    return tilings_of<Tiling>(fitting(all, std::bit_cast<MoEShape>(layer)));
+  });
+  define("_tiling_for", [=](const Ints<MoEShape>& numbers, int64_t tokens) {
+    const MoEShape layer = std::bit_cast<MoEShape>(numbers);
+    return ints(chosen(fitting(all, layer), layer, tokens));
+  });
+  define("_constants", [](const Ints<Tiling>& numbers, const Ints<MoEShape>& layer, int num_ranks,
+                          int num_shared, int ring_rows) {
+    const Tiling tiling = std::bit_cast<Tiling>(numbers);
+    const Problem problem =
+        problem_of<Format>(std::bit_cast<MoEShape>(layer), num_ranks, num_shared, ring_rows,
+                           tiling.block_rows, tiling.weight_rows(), Tiling::kMultiprocessors);
+    return std::tuple(constants_of(tiling, problem), ints(problem), tiling.threads());
+  });
+}
+
+// The same of the scalar kernel, which has one tiling.
+Ints<Problem> scalar_constants(const Ints<MoEShape>& numbers, int num_ranks, int ring_rows,
+                               bool is_nvfp4, int block_rows, int weight_rows) {
+  const MoEShape layer = std::bit_cast<MoEShape>(numbers);
+  const auto problem = is_nvfp4 ? &problem_of<Nvfp4> : &problem_of<Bf16>;
+  return ints(problem(layer, num_ranks, 0, ring_rows, block_rows, weight_rows,
+                      Sm90Choice::kMultiprocessors));
+}
+
 }  // namespace
 }  // namespace megamoe
 
 PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
-  module.doc() = "What megamoe_kernel shares with its kernels; buffer_layout.py is its front.";
-  module.def("buffer_layout", &megamoe::layout_of, py::call_guard<py::gil_scoped_release>());
+  using namespace megamoe;
+  module.doc() = "What megamoe_kernel shares with its kernels, and which of them suits a call.";
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  module.def("buffer_layout", &layout_of, unlocked);
+  define_tilings<Sm90Choice, Bf16>(module, "sm90", kSm90Tilings);
+  define_tilings<Sm100Choice, Nvfp4>(module, "sm100", kSm100Tilings);
+  module.def("sm100_pairs", [] { return tilings_of<Sm100Choice>(kSm100Pairs); }, unlocked);
+  module.def("scalar_constants", &scalar_constants, unlocked);
 }

@@ -17,14 +17,8 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
+from . import native
 from .errors import LayoutError
-
-try:
-    from . import _native
-except ImportError as error:
-    _import_error: str | None = str(error)
-else:
-    _import_error = None
 
 INCLUDE = Path(__file__).parent / "include"
 HEADER = INCLUDE / "megamoe" / "layout" / "buffer.hpp"
@@ -88,10 +82,10 @@ def buffer_layout(sizes: BufferSizes) -> BufferLayout:
     Raises LayoutError if the extension was compiled from another header than kernels will be.
     """
     from_header = layout_of_header(sizes)
-    if _import_error is not None:
+    if native.import_error is not None:
         _warn_once()
         return from_header
-    rows, shared_bytes, nbytes = _native.buffer_layout(astuple(sizes))
+    rows, shared_bytes, nbytes = native.extension.buffer_layout(astuple(sizes))
     compiled = BufferLayout(_by_name(Field(*row) for row in rows), shared_bytes, nbytes)
     if compiled != from_header:
         raise LayoutError(
@@ -157,6 +151,7 @@ def _by_name(rows: Iterable[Field]) -> Mapping[str, Field]:
 def _warn_once() -> None:
     logger.warning(
         "megamoe-kernel was installed without its compiled extension (%s); the buffer's layout is "
-        "read from the header. Reinstall with a C++20 compiler to have the extension",
-        _import_error,
+        "read from the header, and no kernel for GPUs can be chosen. Reinstall with CMake and a "
+        "C++20 compiler to have the extension",
+        native.import_error,
     )

@@ -1,11 +1,10 @@
-"""What the launches of whole layers share: sizes as constants, tilings, arguments, buffers."""
+"""What the launches of whole layers share: arguments, buffers, types of constants."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,83 +12,12 @@ from torch import Tensor
 from .buffer import SymmBuffer
 from .buffer_sizes import MAX_RANKS
 from .jit.driver import LoadedKernel
-from .models import MoEShape, local_experts
 
 #: Nanoseconds after which a wait is given up.
 WAIT_LIMIT = 20_000_000_000
-_MOST_WAVE_BLOCKS = 16
-_HOPPER_CTAS = 132  # of an H100 or H200; others only share out less well
-
-
-def static_shape(
-    shape: MoEShape,
-    num_ranks: int,
-    *,
-    num_shared: int,
-    ring_rows: int,
-    ring_blocks: int,
-    block_rows: int,
-    weight_rows: int,
-    num_ctas: int = _HOPPER_CTAS,
-) -> str:
-    """A layer's sizes and tiling as the type StaticShape of layout/problem.hpp.
-
-    num_ctas: of a launch on the GPU that the kernel is meant for; on others it is right too.
-    """
-    constants = (
-        num_ranks,
-        local_experts(shape.num_experts, num_ranks),
-        num_shared,
-        shape.num_topk,
-        shape.hidden,
-        shape.intermediate,
-        ring_rows,
-        block_rows,
-        _wave_blocks(ring_blocks // 2, 2 * shape.intermediate // weight_rows, num_ctas),
-        weight_rows,
-    )
-    return f"megamoe::StaticShape<{listed(constants)}>"
-
-
-def _wave_blocks(most: int, l1_tasks: int, num_ctas: int) -> int:
-    """Blocks of a wave: at most ``most``, a block having l1_tasks of L1.
-
-    Of those up to _MOST_WAVE_BLOCKS the one whose tasks share out best among the CTAs; else some
-    have one more of the long tasks in every wave.
-    """
-
-    def idle(blocks: int) -> float:
-        return -blocks * l1_tasks % num_ctas / (blocks * l1_tasks)
-
-    return min(range(min(_MOST_WAVE_BLOCKS, most), 0, -1), key=idle)
-
 
 #: kMostShared: of the 227 KiB that a CTA can have.
 SHARED_BYTES = 226 * 1024
-
-
-def bytes_beside_stages(
-    block_rows: int, weight_rows: int, num_experts: int, local_experts: int
-) -> int:
-    """Shared memory of shared_memory.hpp: the epilogues' tile, the words of pool and routing."""
-    tile = block_rows * (2 * weight_rows + 16)  # kTileRowPadding
-    return tile + 4 * (5 * num_experts + 2 * local_experts + 8)
-
-
-class _ForTokens(Protocol):
-    @property
-    def most(self) -> float:
-        """Of tokens that an expert gets on average, where the tiling is used."""
-
-
-_Tiling = TypeVar("_Tiling", bound=_ForTokens)
-
-
-def tiling_of(fitting: Sequence[_Tiling], shape: MoEShape, tokens: int) -> _Tiling:
-    """The tiling for tokens of all ranks, spread evenly over all experts; fitting: by `most`."""
-    per_expert = tokens * shape.num_topk / shape.num_experts
-    return next((tiling for tiling in fitting if per_expert <= tiling.most), fitting[-1])
-
 
 #: With these fields end the arguments of the layers with tensor cores.
 CALL_FIELDS = (
@@ -127,9 +55,9 @@ def launch_layer(
     kernel.launch(arguments, grid, shared_bytes=SHARED_BYTES, cluster=ctas, cooperative=True)
 
 
-def listed(constants: tuple[int, ...]) -> str:
-    """Template arguments."""
-    return ", ".join(map(str, constants))
+def typed(template: str, constants: Sequence[int]) -> str:
+    """A type of the headers: its template with these arguments."""
+    return f"megamoe::{template}<{', '.join(map(str, constants))}>"
 
 
 def clamp(swiglu_limit: float | None) -> float:

@@ -7,24 +7,26 @@ runs; only the sums are formed one by one. Far too slow to serve with.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import astuple
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from . import native
 from .buffer import SymmBuffer
 from .experts import ExpertWeights
 from .jit.compile import KernelSource, compile_kernel
 from .jit.driver import LoadedKernel
 from .jit.targets import TARGETS, Target, target_for
-from .launch import WAIT_LIMIT, clamp, rank_buffers, rank_buffers_type, static_shape
-from .models import MoEShape
+from .launch import WAIT_LIMIT, clamp, rank_buffers, rank_buffers_type, typed
+from .models import MoEShape, local_experts
+from .native import require_extension
 from .reference import Activation, required_input_scale
 
 BLOCK_ROWS = 16
 WEIGHT_ROWS = 128
 _THREADS = 96  # kThreads of impl/scalar.hpp
-_SCALE_ROWS = 128  # of a block in the ring, where there are scales
 
 
 class _Weights(ctypes.Structure):
@@ -55,21 +57,16 @@ def scalar_source(
     shape: MoEShape, activation: Activation, num_ranks: int, ring_rows: int
 ) -> KernelSource:
     """The kernel for one layer's sizes; without a shared expert."""
-    blocks = ring_rows // (_SCALE_ROWS if activation == "nvfp4" else BLOCK_ROWS)
-    constants = static_shape(
-        shape,
-        num_ranks,
-        num_shared=0,
-        ring_rows=ring_rows,
-        ring_blocks=blocks,
-        block_rows=BLOCK_ROWS,
-        weight_rows=WEIGHT_ROWS,
+    local_experts(shape.num_experts, num_ranks)
+    require_extension()
+    sizes = native.extension.scalar_constants(
+        astuple(shape), num_ranks, ring_rows, activation == "nvfp4", BLOCK_ROWS, WEIGHT_ROWS
     )
     form = "Nvfp4" if activation == "nvfp4" else "Bf16"
     return KernelSource(
         name="scalar_layer",
         header="megamoe/impl/scalar.cuh",
-        function=f"megamoe::scalar_layer<megamoe::{form}, {constants}>",
+        function=f"megamoe::scalar_layer<megamoe::{form}, {typed('StaticShape', sizes)}>",
         arguments="megamoe::ScalarArguments",
         threads=_THREADS,
         targets=TARGETS,

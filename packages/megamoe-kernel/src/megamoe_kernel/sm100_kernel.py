@@ -1,114 +1,81 @@
-"""The whole layer on Blackwell (sm_100a), W4A4: which tiling suits a call, and its launch.
+"""The whole layer on Blackwell (sm_100a), W4A4: its kernels and their launch.
 
 Compiled for sm_100a, sm_100f and sm_103a, its machine code looked into, and run under the emulator;
 never run on a GPU. See docs/blackwell.md.
 
-One cooperative launch, one CTA on each multiprocessor. The tiling depends on how many tokens an
-expert gets on average: a block has room for most experts' tokens, so that weights are read once.
+One cooperative launch, one CTA on each multiprocessor. Which tiling suits a call, and the constants
+of its kernel, are computed in C++ (csrc/tilings.hpp).
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from . import native
 from .buffer import SymmBuffer
 from .jit.compile import KernelSource, compile_kernel
 from .jit.driver import TENSOR_MAP_BYTES, LoadedKernel, tensor_map
 from .jit.targets import Target, target_for
 from .launch import (
     CALL_FIELDS,
-    SHARED_BYTES,
     WAIT_LIMIT,
-    bytes_beside_stages,
     launch_layer,
-    listed,
     rank_buffers_type,
     set_call,
-    static_shape,
-    tiling_of,
+    typed,
 )
 from .models import MoEShape, local_experts
+from .native import require_extension
 from .reference import required_input_scale
 from .weights import MegaMoEWeights
 
 TARGETS: tuple[Target, ...] = ("sm_100a", "sm_100f", "sm_103a")
 _MMA_ROWS, _ROW_BYTES, _TOKEN_BOX_ROWS = 128, 128, 16  # kMmaRows, kSwizzleBytes, kTokenBoxRows
-_SCALE_ATOM_BYTES, _STAGE_STEPS, _SCALE_ROWS = 512, 4, 128
-_MOST_STAGES = 8
-_FETCH_WARPS, _EPILOGUE_GROUPS = 5, 2
-_OTHER_REGISTERS, _EPILOGUE_REGISTERS = 80, 176  # 128 for each of 512 threads in all
-# Of a B200. Pairs have half as many tasks for half as many clusters, so the same wave suits them.
-_CTAS = 148
-_THREADS = 32 * (3 + _FETCH_WARPS + 4 * _EPILOGUE_GROUPS)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sm100Tiling of stages/sm100_pipeline.hpp.
+    """Sm100Choice of csrc/tilings.hpp.
 
-    most: of tokens that an expert gets on average, where it is used. block_rows: tokens of a block.
-    tiles: of 128 rows of weights in a task. ctas: 2 where pairs of CTAs multiply together.
+    block_rows: tokens of a block. tiles: of 128 rows of weights in a task. ctas: 2 where pairs of
+    CTAs multiply together.
     """
 
-    most: float
     block_rows: int
     tiles: int
     ctas: int = 1
 
-    @property
-    def weight_rows(self) -> int:
-        return self.tiles * _MMA_ROWS
 
-    @property
-    def scale_rows(self) -> int:
-        """Rows of block scales that a block has in the ring."""
-        return -(-self.block_rows // _SCALE_ROWS) * _SCALE_ROWS
-
-    def stages(self, num_experts: int, experts: int) -> int:
-        """As many as fit beside the epilogues' tile and the words."""
-        beside = bytes_beside_stages(self.block_rows, self.weight_rows, num_experts, experts)
-        barriers = 8 * (2 * _MOST_STAGES + 4) + 4 + 128
-        scales = _STAGE_STEPS * _SCALE_ATOM_BYTES * (self.tiles + self.scale_rows // _SCALE_ROWS)
-        stage = (self.weight_rows + self.block_rows // self.ctas) * _ROW_BYTES + scales
-        return min(_MOST_STAGES, (SHARED_BYTES - beside - barriers) // stage)
+@cache
+def all_tilings() -> tuple[Tiling, ...]:
+    """Every tiling but pairs, for ever more tokens."""
+    require_extension()
+    return tuple(Tiling(*row) for row in native.extension.sm100_tilings())
 
 
-#: Two tiles share the tokens that a stage has; layers that they do not divide take one. 224 is the
-#: most of which tensor memory holds two accumulators and the scales.
-TILINGS = (
-    Tiling(9, 16, 2),
-    Tiling(9, 16, 1),
-    Tiling(20, 32, 2),
-    Tiling(46, 64, 2),
-    Tiling(46, 64, 1),
-    Tiling(88, 112, 2),
-    Tiling(float("inf"), 224, 1),
-)
-
-
-#: Pairs of CTAs, each of which copies half of the tokens. Only by `tiling=`, until a GPU has said
-#: whether they are right and faster.
-PAIR_TILINGS = (Tiling(float("inf"), 64, 1, 2), Tiling(float("inf"), 224, 1, 2))
+@cache
+def pair_tilings() -> tuple[Tiling, ...]:
+    """Pairs of CTAs. Only by ``tiling=``, until a GPU has said if they are right and faster."""
+    require_extension()
+    return tuple(Tiling(*row) for row in native.extension.sm100_pairs())
 
 
 def tilings_of(shape: MoEShape) -> list[Tiling]:
     """Those whose tasks divide the layer's rows, for ever more tokens; the widest of its kind."""
-    fitting: dict[int, Tiling] = {}
-    for tiling in TILINGS:
-        rows = tiling.weight_rows
-        if shape.hidden % rows == 0 and 2 * shape.intermediate % rows == 0:
-            fitting.setdefault(tiling.block_rows, tiling)
-    return list(fitting.values())
+    require_extension()
+    return [Tiling(*row) for row in native.extension.sm100_fitting(astuple(shape))]
 
 
+@cache
 def tiling_for(shape: MoEShape, tokens: int) -> Tiling:
     """The tiling for a call: tokens of all ranks, spread evenly over all experts."""
-    return tiling_of(tilings_of(shape), shape, tokens)
+    require_extension()
+    return Tiling(*native.extension.sm100_tiling_for(astuple(shape), tokens))
 
 
 def sm100_sources(shape: MoEShape, num_ranks: int, ring_rows: int) -> list[KernelSource]:
@@ -120,33 +87,18 @@ def sm100_source(
     shape: MoEShape, num_ranks: int, ring_rows: int, tiling: Tiling, num_shared: int = 0
 ) -> KernelSource:
     """The kernel for one layer's sizes and a tiling."""
-    experts = local_experts(shape.num_experts, num_ranks)
-    tile = (
-        tiling.block_rows,
-        tiling.tiles,
-        tiling.stages(shape.num_experts, experts),
-        _FETCH_WARPS,
-        _EPILOGUE_GROUPS,
-        tiling.ctas,
-        _OTHER_REGISTERS,
-        _EPILOGUE_REGISTERS,
+    local_experts(shape.num_experts, num_ranks)
+    require_extension()
+    tile, sizes, threads = native.extension.sm100_constants(
+        astuple(tiling), astuple(shape), num_ranks, num_shared, ring_rows
     )
-    constants = static_shape(
-        shape,
-        num_ranks,
-        num_shared=num_shared,
-        ring_rows=ring_rows,
-        ring_blocks=ring_rows // tiling.scale_rows,
-        block_rows=tiling.block_rows,
-        weight_rows=tiling.weight_rows,
-        num_ctas=_CTAS,
-    )
+    types = f"{typed('Sm100Tiling', tile)}, {typed('StaticShape', sizes)}"
     return KernelSource(
         name="sm100_layer",
         header="megamoe/impl/sm100.cuh",
-        function=f"megamoe::sm100_layer<megamoe::Sm100Tiling<{listed(tile)}>, {constants}>",
+        function=f"megamoe::sm100_layer<{types}>",
         arguments="megamoe::Sm100Arguments",
-        threads=_THREADS,
+        threads=threads,
         targets=TARGETS,
     )
 

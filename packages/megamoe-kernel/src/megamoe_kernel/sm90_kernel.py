@@ -1,52 +1,43 @@
-"""The whole layer on Hopper (sm_90a), W4A16: which tiling suits a call, and its launch.
+"""The whole layer on Hopper (sm_90a), W4A16: its kernels and their launch.
 
-One cooperative launch, one CTA on each multiprocessor. The tiling depends on how many tokens an
-expert gets on average: a block has room for most experts' tokens, so that weights are read once.
+One cooperative launch, one CTA on each multiprocessor. Which tiling suits a call, and the constants
+of its kernel, are computed in C++ (csrc/tilings.hpp).
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from . import native
 from .buffer import SymmBuffer
 from .jit.compile import KernelSource, compile_kernel
 from .jit.driver import TENSOR_MAP_BYTES, LoadedKernel, tensor_map
 from .jit.targets import Target
 from .launch import (
     CALL_FIELDS,
-    SHARED_BYTES,
     WAIT_LIMIT,
-    bytes_beside_stages,
     launch_layer,
-    listed,
     rank_buffers_type,
     set_call,
-    static_shape,
-    tiling_of,
+    typed,
 )
-from .layout_sm90 import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from .models import MoEShape, local_experts
+from .native import require_extension
 from .weights import MegaMoEWeights
 
 TARGET: Target = "sm_90a"
-_WARPGROUP = 128
 _BOX_COLUMNS, _MAX_BOX_ROWS = 64, 16  # kBoxColumns, kMaxBoxRows
-_MOST_STAGES = 24
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sm90Tiling of stages/sm90_pipeline.cuh, and a block's tokens.
+    """Sm90Choice of csrc/tilings.hpp: Sm90Tiling of the headers, and a block's tokens."""
 
-    most: of tokens that an expert gets on average, where it is used. The rest as in the header.
-    """
-
-    most: float
     block_rows: int
     groups: int
     split: int
@@ -56,56 +47,25 @@ class Tiling:
     narrow: int = 0
     ctas: int = 1
 
-    @property
-    def weight_rows(self) -> int:
-        return self.groups * self.tiles * TILE_ROWS
 
-    @property
-    def threads(self) -> int:
-        return (1 + self.groups * self.split) * _WARPGROUP
-
-    def stages(self, num_experts: int, experts: int) -> int:
-        """As many as fit beside the epilogues' tile, the partial sums and the words."""
-        beside = bytes_beside_stages(self.block_rows, self.weight_rows, num_experts, experts)
-        partials = (self.split - 1) * self.weight_rows * self.block_rows * 4
-        plan, alignment = 256, 128
-        tiles = self.weight_rows // TILE_ROWS
-        stage = self.split * (self.block_rows * 2 * TILE_COLUMNS + tiles * TILE_BYTES)
-        left = SHARED_BYTES - beside - partials - plan - alignment
-        return min(_MOST_STAGES, left // (stage + 16))
-
-
-#: A launch's registers are shared by its threads when it starts, so what producers give up must be
-#: what consumers take: (168 or 96) times the threads in all.
-TILINGS = (
-    Tiling(0, 16, 2, 1, 1, 56, 224),  # fits every layer, for those that no other fits
-    Tiling(0.5, 8, 2, 2, 1, 64, 104),
-    Tiling(1.5, 8, 4, 1, 1, 64, 104),
-    Tiling(9, 16, 4, 1, 1, 64, 104, ctas=2),
-    Tiling(22, 32, 4, 1, 1, 64, 104, ctas=2),
-    Tiling(44, 48, 4, 1, 1, 64, 104, 32, ctas=2),
-    Tiling(200, 128, 2, 1, 2, 56, 224, 80, ctas=2),
-    Tiling(float("inf"), 128, 2, 1, 2, 56, 224, 112, ctas=2),
-)
+@cache
+def all_tilings() -> tuple[Tiling, ...]:
+    """Every tiling, for ever more tokens."""
+    require_extension()
+    return tuple(Tiling(*row) for row in native.extension.sm90_tilings())
 
 
 def tilings_of(shape: MoEShape) -> list[Tiling]:
     """Those whose tasks and stages divide the layer, for ever more tokens."""
-
-    def fits(tiling: Tiling) -> bool:
-        columns = tiling.split * TILE_COLUMNS
-        sizes = (shape.hidden, shape.intermediate)
-        return all(size % columns == 0 for size in sizes) and all(
-            rows % (tiling.ctas * tiling.weight_rows) == 0
-            for rows in (shape.hidden, 2 * shape.intermediate)
-        )
-
-    return [tiling for tiling in TILINGS if fits(tiling)]
+    require_extension()
+    return [Tiling(*row) for row in native.extension.sm90_fitting(astuple(shape))]
 
 
+@cache
 def tiling_for(shape: MoEShape, tokens: int) -> Tiling:
     """The tiling for a call: tokens of all ranks, spread evenly over all experts."""
-    return tiling_of(tilings_of(shape), shape, tokens)
+    require_extension()
+    return Tiling(*native.extension.sm90_tiling_for(astuple(shape), tokens))
 
 
 def sm90_sources(shape: MoEShape, num_ranks: int, ring_rows: int) -> list[KernelSource]:
@@ -117,32 +77,18 @@ def sm90_source(
     shape: MoEShape, num_ranks: int, ring_rows: int, tiling: Tiling, num_shared: int = 0
 ) -> KernelSource:
     """The kernel for one layer's sizes and a tiling."""
-    experts = local_experts(shape.num_experts, num_ranks)
-    tile = (
-        tiling.groups,
-        tiling.split,
-        tiling.tiles,
-        tiling.narrow or tiling.block_rows,
-        tiling.stages(shape.num_experts, experts),
-        tiling.producer_registers,
-        tiling.consumer_registers,
-        tiling.ctas,
+    local_experts(shape.num_experts, num_ranks)
+    require_extension()
+    tile, sizes, threads = native.extension.sm90_constants(
+        astuple(tiling), astuple(shape), num_ranks, num_shared, ring_rows
     )
-    constants = static_shape(
-        shape,
-        num_ranks,
-        num_shared=num_shared,
-        ring_rows=ring_rows,
-        ring_blocks=ring_rows // tiling.block_rows,
-        block_rows=tiling.block_rows,
-        weight_rows=tiling.weight_rows,
-    )
+    types = f"{typed('Sm90Tiling', tile)}, {typed('StaticShape', sizes)}"
     return KernelSource(
         name="sm90_layer",
         header="megamoe/impl/sm90.cuh",
-        function=f"megamoe::sm90_layer<megamoe::Sm90Tiling<{listed(tile)}>, {constants}>",
+        function=f"megamoe::sm90_layer<{types}>",
         arguments="megamoe::Sm90Arguments",
-        threads=tiling.threads,
+        threads=threads,
         targets=(TARGET,),
     )
 

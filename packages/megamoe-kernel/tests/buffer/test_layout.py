@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megamoe_kernel import LayoutError
+from megamoe_kernel import LayoutError, native
 from megamoe_kernel import buffer_layout as module
 from megamoe_kernel.buffer_layout import (
     HEADER,
@@ -32,8 +32,8 @@ NUMBER = st.integers(min_value=0, max_value=10_000)
 
 
 def _needs_extension() -> None:
-    if module._import_error is not None:
-        pytest.skip(f"needs the compiled extension: {module._import_error}")
+    if native.import_error is not None:
+        pytest.skip(f"needs the compiled extension: {native.import_error}")
 
 
 def test_sizes_are_those_of_the_header() -> None:
@@ -121,7 +121,7 @@ static_assert(kLayout.bytes == {layout.nbytes} && kNumFields == {len(layout.fiel
 def test_without_the_extension_there_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_import_error", "No module named '_native'")
+    monkeypatch.setattr(native, "import_error", "No module named '_native'")
     module._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         first, second = buffer_layout(SIZES), buffer_layout(SIZES)

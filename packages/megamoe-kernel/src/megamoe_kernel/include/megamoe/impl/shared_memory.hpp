@@ -6,6 +6,8 @@
 
 namespace megamoe {
 
+inline constexpr int kMostShared = 226 * 1024;  // of the 227 KiB that a CTA can have
+
 // Words for routing and the pool; bytes for the epilogues' tile (aligned to 16).
 template <class Shape>
 MEGAMOE_FN constexpr int shared_words(const Shape& shape) {

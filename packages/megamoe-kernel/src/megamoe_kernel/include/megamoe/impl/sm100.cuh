@@ -9,8 +9,6 @@
 
 namespace megamoe {
 
-inline constexpr int kMostShared = 226 * 1024;  // of the 227 KiB that a CTA can have
-
 template <class Tiling, class Shape>
 __device__ __forceinline__ void sm100_layer(const Sm100Arguments& arguments) {
   static_assert(problem_error<Nvfp4>(Shape{}) == nullptr);

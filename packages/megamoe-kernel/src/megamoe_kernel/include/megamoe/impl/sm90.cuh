@@ -8,7 +8,7 @@
 #pragma once
 
 #include "megamoe/comm/device.cuh"
-#include "megamoe/impl/shared_memory.hpp"
+#include "megamoe/impl/sm90_shared.hpp"
 #include "megamoe/stages/combine.hpp"
 #include "megamoe/stages/fetch.hpp"
 #include "megamoe/stages/place_order.hpp"
@@ -27,31 +27,6 @@ struct Sm90Arguments {
   uint16_t* output;  // BF16 [num_tokens, hidden]
   int rank_idx;
   uint64_t wait_limit;  // nanoseconds
-};
-
-inline constexpr int kMostShared = 226 * 1024;  // of the 227 KiB that a CTA can have on Hopper
-
-// What consumers have to know of a task. Finding it out takes a microsecond, so the warp that stores
-// does it ahead of them.
-struct PlannedTask {
-  Task task;
-  Block block;  // without rows: there is no further task
-  float alpha, alpha_up;
-};
-inline constexpr int kPlanned = 4;  // places for them in shared memory; the last is free
-
-// Shared memory: the stages, a tile for the epilogues, sums to be added, words, the tile's barriers,
-// the plan.
-template <class Tiling, class Shape>
-struct Sm90Shared {
-  static constexpr int kPartials =
-      (Tiling::split - 1) * Tiling::groups * Tiling::tiles * kTileRows * Shape::block_rows * 4;
-  static constexpr int kTileAt = (Stages<Tiling, Shape>::kBytes + 127) / 128 * 128;
-  static constexpr int kPartialsAt = kTileAt + shared_tile_bytes<Bf16>(Shape{});
-  static constexpr int kWordsAt = kPartialsAt + kPartials;
-  static constexpr int kHandoffAt = kWordsAt + 4 * shared_words(Shape{});
-  static constexpr int kPlanAt = kHandoffAt + 16;
-  static constexpr int kBytes = kPlanAt + kPlanned * static_cast<int>(sizeof(PlannedTask));
 };
 
 // What all roles of a CTA know.
@@ -187,15 +162,15 @@ __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   static_assert(problem_error<Bf16>(Shape{}) == nullptr);
   static_assert(Shape::weight_rows == Tiling::weight_rows);
   static_assert(shares_out(Shape{}, Tiling::ctas));
-  using Shared = Sm90Shared<Tiling, Shape>;
-  static_assert(Shared::kBytes <= kMostShared);
+  constexpr Sm90Shared kAt = sm90_shared(Shape{}, Tiling::split, Tiling::stages);
+  static_assert(kAt.bytes <= kMostShared);
   extern __shared__ __align__(1024) uint8_t shared[];
   constexpr Shape shape{};
   constexpr int kConsumers = Tiling::warpgroups * kWarpgroup;
   Device m(arguments.buffers, arguments.rank_idx, arguments.wait_limit);
   const Fields mine{arguments.buffers, m.rank_idx()};
   const Stages<Tiling, Shape> stages(shared);
-  uint32_t* words = reinterpret_cast<uint32_t*>(shared + Shared::kWordsAt);
+  uint32_t* words = reinterpret_cast<uint32_t*>(shared + kAt.words_at);
   const Group dispatchers{1, 2 * kWarpSize, 2 * kWarpSize};
   const Group computers{2, kWarpgroup, kConsumers};
   const Group everyone{3, 0, kWarpgroup + kConsumers};
@@ -203,7 +178,7 @@ __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   const Group first_fetchers{6, 2 * kWarpSize, 2 * kWarpSize + kConsumers};
   const Group planners{7, 3 * kWarpSize, kWarpSize + kConsumers};
   const uint32_t launch = launch_number(m, mine);
-  const uint32_t handoff_at = ptx::shared_address(shared + Shared::kHandoffAt);
+  const uint32_t handoff_at = ptx::shared_address(shared + kAt.handoff_at);
   const TileHandoff handoff{handoff_at, handoff_at + 8};
 
   if (threadIdx.x == 0) {
@@ -222,8 +197,8 @@ __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   pool.build(m, everyone, mine, arguments.num_tokens);
   const Sm90Cta<Tiling, Shape> cta{
       shape, arguments, mine, pool, stages, handoff,
-      reinterpret_cast<PlannedTask*>(shared + Shared::kPlanAt), shared + Shared::kTileAt,
-      reinterpret_cast<float*>(shared + Shared::kPartialsAt)};
+      reinterpret_cast<PlannedTask*>(shared + kAt.plan_at), shared + kAt.tile_at,
+      reinterpret_cast<float*>(shared + kAt.partials_at)};
   const int blocks = pool.num_blocks();
   const int first = first_blocks(shape, blocks, m.num_ctas() * first_fetchers.num_warps());
   const auto fetch_blocks = [&]<int kInFlight>(const Group& group, int begin, int end) {

@@ -10,18 +10,12 @@
 // begins the products of both. Outside the mainloop each has a task of its own, with its own rows.
 #pragma once
 
-#include "megamoe/layout/block_scale.hpp"
-#include "megamoe/layout/problem.hpp"
 #include "megamoe/common/machine.hpp"
+#include "megamoe/layout/block_scale.hpp"
 #include "megamoe/ptx/sm100.hpp"
+#include "megamoe/stages/sm100_sizes.hpp"
 
 namespace megamoe {
-
-inline constexpr int kStageColumns = 2 * ptx::kSwizzleBytes;  // codes of a row of a stage
-inline constexpr int kStageSteps = kStageColumns / ptx::kMmaK;
-inline constexpr int kScaleAtomBytes = 512;  // scale words of 128 rows for one MMA
-inline constexpr int kScaleAtomColumns = 4;  // the same in tensor memory
-inline constexpr int kTokenBoxRows = 16;     // tokens come, and are multiplied, in these steps
 
 // block_rows: a block's tokens, operand B. tiles: of 128 rows of weights in a task, operand A.
 // fetch_warps and epilogue_groups (of four warps): of a CTA. ctas: 1, or 2 for pairs. Registers 0:
@@ -65,17 +59,16 @@ struct Sm100Warps {
 // Shared memory; everything that TMA writes in the swizzle begins at a multiple of 1024.
 template <class Tiling>
 struct Sm100Stages {
-  static constexpr int kWeightBytes = Tiling::weight_rows * ptx::kSwizzleBytes;
-  static constexpr int kTokenBytes = Tiling::block_rows / Tiling::ctas * ptx::kSwizzleBytes;
-  static constexpr int kWeightScaleBytes = kStageSteps * Tiling::tiles * kScaleAtomBytes;
-  static constexpr int kTokenScaleBytes = kStageSteps * Tiling::token_atoms * kScaleAtomBytes;
-  static constexpr int kStageBytes =
-      kWeightBytes + kTokenBytes + kWeightScaleBytes + kTokenScaleBytes;
+  static constexpr Sm100StageBytes kStage =
+      sm100_stage_bytes(Tiling::block_rows, Tiling::tiles, Tiling::ctas);
+  static constexpr int kWeightBytes = kStage.weights, kTokenBytes = kStage.tokens;
+  static constexpr int kWeightScaleBytes = kStage.weight_scales;
+  static constexpr int kStageBytes = kStage.all();
   static_assert(kStageBytes % ptx::kRowGroupBytes == 0);
   static constexpr int kBarriersAt = Tiling::stages * kStageBytes;
-  static constexpr int kNumBarriers = 2 * Tiling::stages + 4;
-  static constexpr int kTensorAt = kBarriersAt + 8 * kNumBarriers;  // where tensor memory begins
-  static constexpr int kBytes = (kTensorAt + 4 + 127) / 128 * 128;
+  // The word that says where tensor memory begins.
+  static constexpr int kTensorAt = kBarriersAt + 8 * sm100_barriers(Tiling::stages);
+  static constexpr int kBytes = sm100_ring_bytes(Tiling::stages, kStage);
 
   uint8_t* base;
 

@@ -8,13 +8,12 @@
 #include "megamoe/ptx/sm90.cuh"
 #include "megamoe/scheduler/gates.hpp"
 #include "megamoe/scheduler/tasks.hpp"
+#include "megamoe/stages/sm90_sizes.hpp"
 
 namespace megamoe {
 
 inline constexpr int kWarpgroup = 128;
 inline constexpr int kWarpgroupBarrier = 8;  // named barriers: one for each consumer warpgroup
-inline constexpr int kTileRows = 64, kTileColumns = 128;  // of layout_sm90.py
-inline constexpr int kTileBytes = 4608, kTileCodeBytes = 4096, kTileScaleBytes = 512;
 inline constexpr int kBoxColumns = 64;  // BF16: the 128 bytes of the swizzle
 inline constexpr int kMaxBoxRows = 16;
 
@@ -35,8 +34,8 @@ struct Sm90Tiling {
   static constexpr int warpgroups = groups * split;
   static constexpr int task_tiles = groups * tiles;
   static constexpr int weight_rows = task_tiles * kTileRows;
-  static constexpr int columns = split * kTileColumns;                  // of a stage
-  static constexpr int weight_bytes = task_tiles * split * kTileBytes;  // of a stage
+  static constexpr int columns = split * kTileColumns;                        // of a stage
+  static constexpr int weight_bytes = sm90_weight_bytes(weight_rows, split);  // of a stage
 };
 
 template <class Shape>
@@ -53,11 +52,10 @@ MEGAMOE_FN constexpr int task_steps(const Shape& shape, Layer layer) {
 // The ring of stages, in shared memory. Tokens first: boxes want 1024-byte addresses.
 template <class Tiling, class Shape>
 struct Stages {
-  static constexpr int kTokenBytes = Shape::block_rows * Tiling::columns * 2;
+  static constexpr int kTokenBytes = sm90_token_bytes(Shape::block_rows, Tiling::split);
   static constexpr int kTokensAt = 0;
   static constexpr int kWeightsAt = kTokensAt + Tiling::stages * kTokenBytes;
   static constexpr int kBarriersAt = kWeightsAt + Tiling::stages * Tiling::weight_bytes;
-  static constexpr int kBytes = kBarriersAt + Tiling::stages * 16;
 
   uint8_t* base;
   uint32_t base_address;

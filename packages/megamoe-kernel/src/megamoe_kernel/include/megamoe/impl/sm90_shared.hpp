@@ -1,0 +1,37 @@
+// sm_90a: what a CTA has in shared memory.
+#pragma once
+
+#include "megamoe/impl/shared_memory.hpp"
+#include "megamoe/scheduler/tasks.hpp"
+#include "megamoe/stages/sm90_sizes.hpp"
+
+namespace megamoe {
+
+// What consumers have to know of a task. Finding it out takes a microsecond, so the warp that stores
+// does it ahead of them.
+struct PlannedTask {
+  Task task;
+  Block block;  // without rows: there is no further task
+  float alpha, alpha_up;
+};
+inline constexpr int kPlanned = 4;  // places for them in shared memory; the last is free
+
+// The stages, a tile for the epilogues, sums to be added, words, the tile's barriers, the plan:
+// where each begins.
+struct Sm90Shared {
+  int tile_at, partials_at, words_at, handoff_at, plan_at, bytes;
+};
+template <class Shape>
+MEGAMOE_FN constexpr Sm90Shared sm90_shared(const Shape& shape, int split, int stages) {
+  const int rows = shape.block_rows, weight_rows = shape.weight_rows;
+  Sm90Shared at{};
+  at.tile_at = ceil_div(sm90_ring_bytes(stages, rows, weight_rows, split), 128) * 128;
+  at.partials_at = at.tile_at + shared_tile_bytes<Bf16>(shape);
+  at.words_at = at.partials_at + (split - 1) * weight_rows * rows * 4;
+  at.handoff_at = at.words_at + 4 * shared_words(shape);
+  at.plan_at = at.handoff_at + 2 * 8;
+  at.bytes = at.plan_at + kPlanned * static_cast<int>(sizeof(PlannedTask));
+  return at;
+}
+
+}  // namespace megamoe
