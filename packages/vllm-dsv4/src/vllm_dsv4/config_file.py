@@ -43,6 +43,11 @@ _LAYERS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
 
 def config_of(folder: Path) -> dict[str, Any]:
     """Its config.json; raises CheckpointError where there is none, and as `check_types` does."""
+    if folder.is_file():
+        raise CheckpointError(
+            "this is a file. Give the folder of a DeepSeek-V4 checkpoint, with its config.json.",
+            file=shown(str(folder)),
+        )
     if not folder.is_dir():
         raise CheckpointError(
             "no such folder. Give the folder of a DeepSeek-V4 checkpoint; one on a hub is "

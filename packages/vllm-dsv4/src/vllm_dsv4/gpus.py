@@ -46,6 +46,13 @@ class Gpus:
         """GPUs of all nodes."""
         return self.count * self.nodes
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability, by the names of NVIDIA's products."""
+        if self.family == "hopper":
+            return (9, 0)
+        return (10, 3) if re.fullmatch(r"G?B3[0-9]+", self.kind) else (10, 0)
+
     def __str__(self) -> str:
         here = f"{self.count} x {self.kind}"
         return here if self.nodes == 1 else f"{self.nodes} nodes of {here}"

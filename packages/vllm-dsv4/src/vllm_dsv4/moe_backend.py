@@ -82,7 +82,8 @@ class MoEBackend(Protocol):
         """
 
 
-#: What an entry point names: called once for each shape, with the expert-parallel process group.
+#: What an entry point names: called once for each shape, with the expert-parallel process group, or
+#: with None by `vllm-dsv4 serve`, which only asks what it supports.
 MakeBackend = Callable[[MoEShape, object], MoEBackend]
 
 
@@ -106,9 +107,17 @@ def find_backend(name: str) -> EntryPoint:
 def make_backend(
     name: str, capability: tuple[int, int], shape: MoEShape, process_group: object
 ) -> MoEBackend:
-    """The backend, which has said that it runs this shape; raises OptionError with its reason."""
+    """The backend, which has said that it runs this shape; raises OptionError with its reason.
+
+    process_group: None where there are no ranks yet, to ask only.
+    """
     backend = cast(MakeBackend, find_backend(name).load())(shape, process_group)
     verdict = backend.supports(capability, shape)
     if not verdict.supported:
-        raise OptionError(f"moe_kernel {name!r} refuses this model: {verdict.reason}")
+        # vLLM's own fused kernel is for Blackwell.
+        instead = " and use --moe-backend deep_gemm_mega_moe" if capability[0] == 10 else ""
+        raise OptionError(
+            f"moe_kernel {name!r} cannot be used here: {verdict.reason}. Leave --moe-kernel "
+            f"away{instead}."
+        )
     return backend

@@ -17,7 +17,7 @@ from nvfp4_codec.checkpoint.header import some_names
 from .errors import OptionError, PlanError
 from .gpus import Gpus, detect_gpus
 from .kv_dtype import kv_cache_dtype
-from .moe_backend import find_backend
+from .moe_backend import MoEShape, find_backend, make_backend
 from .options import KEY, Options
 from .passthrough import Passthrough
 from .plan import Deployment, Limits, Plan, choose_deployment, plan
@@ -82,6 +82,8 @@ def serve_command(
     gpus = gpus or detect_gpus(nodes)
     deployment = _deployment(gpus, stored, given, own)
     found = _fitting(stored, gpus, deployment, given, own)
+    if own.moe_kernel is not None:
+        make_backend(own.moe_kernel, gpus.capability, _shape(stored, found), None)
     argv = ["vllm", "serve", str(folder)]
     for name, value in _flags(stored, found, given):
         argv += [f"--{name}"] if value is None else [f"--{name}", value]
@@ -162,12 +164,30 @@ def _deployment(gpus: Gpus, stored: Stored, given: Passthrough, options: Options
         fused = True  # it gets its tokens from vLLM's layer for the fused kernel
     return choose_deployment(
         gpus,
-        stored.schema.config,
+        stored,
+        mtp=uses_mtp(given),
         tensor_parallel=given.integer("tensor-parallel-size"),
         pipeline_parallel=given.integer("pipeline-parallel-size"),
         data_parallel=given.integer("data-parallel-size"),
         expert_parallel=given.switch("enable-expert-parallel"),
         mega_moe=fused,
+    )
+
+
+def _shape(stored: Stored, found: Plan) -> MoEShape:
+    """A MoE layer of the first rank, as vLLM will build it."""
+    config, ranks = stored.schema.config, found.deployment.experts_divided
+    dims = config.dimensions
+    return MoEShape(
+        num_experts=config.num_experts,
+        num_local_experts=config.num_experts // ranks,
+        first_expert=0,
+        top_k=dims["top_k"],
+        hidden_size=dims["hidden"],
+        intermediate_size=dims["inner"],
+        max_num_tokens=found.limits.step_tokens(found.gpus),
+        swiglu_limit=stored.config.get("swiglu_limit"),
+        ep_size=ranks,
     )
 
 
@@ -227,9 +247,9 @@ def _notes(stored: Stored, found: Plan, given: Passthrough) -> Iterator[str]:
             "checkpoint under the same path, and run this on one"
         )
     if not found.fits:
-        yield (
-            f"by the plan this does not fit: {found.kv_memory / 1e9:.1f} GB are left for the KV "
-            "cache. vLLM's own measurement decides"
-        )
+        left = found.kv_memory / 1e9
+        gb = f"{abs(left):.1f} GB"
+        why = f"{gb} are left for the KV cache" if left >= 0 else f"short by {gb}"
+        yield f"by the plan this does not fit, {why}. vLLM's own measurement decides"
     elif found.longest < found.limits.max_model_len:
         yield f"by the plan, a context of about {found.longest:,} tokens fits; vLLM measures it"

@@ -179,9 +179,17 @@ def test_tensors_of_another_model(
 def test_a_folder_that_is_none(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    for folder in (tmp_path / "absent", file):
-        said = refusal(command, folder, capsys)
-        assert f"file {folder}: no such folder. Give the folder of a DeepSeek-V4" in said
-        assert "hf download" in said
+    folder = tmp_path / "absent"
+    said = refusal(command, folder, capsys)
+    assert f"file {folder}: no such folder. Give the folder of a DeepSeek-V4" in said
+    assert "hf download" in said
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan", "serve", "prepare"])
+def test_a_file_where_a_folder_is_wanted(
+    command: str, checkpoint: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = checkpoint("full") / "config.json"
+    said = refusal(command, file, capsys)
+    assert f"file {file}: this is a file. Give the folder of a DeepSeek-V4 checkpoint" in said
+    assert "no such folder" not in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,26 @@ def test_json(broken, tiny, capsys):
         "sentence",
     }  # fmt: skip
     assert "layers.0.attn.kv_norm.weight" in error["sentence"]
+
+
+def test_who_serves_it_is_said_plainly(healthy, writer, tmp_path, capsys):
+    def served(content, name: str) -> str:
+        arguments = parsed(str(writer(content, tmp_path / name)))
+        arguments.run(arguments)
+        (line,) = re.findall(r"^served by .*", capsys.readouterr().out, re.MULTILINE)
+        return line
+
+    official = served(healthy("official"), "official")
+    assert official.startswith("served by stock vLLM, as far as it knows names and formats: ")
+    assert "nobody" not in official
+    content = healthy("full")
+    folder = tmp_path / "cut"
+    writer(content, folder)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    arguments = parsed(str(folder))
+    assert arguments.run(arguments) == 1
+    assert "served by nothing: its files cannot be opened" in capsys.readouterr().out
 
 
 def test_many_of_a_kind_are_one_row(healthy, writer, tmp_path, capsys):

@@ -192,7 +192,7 @@ def test_a_second_file_without_an_index(healthy, writer, tmp_path: Path, folder:
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, folder: Path, tiny: Path):
     with pytest.raises(CheckpointError, match=r"no such folder\. Give the folder"):
         examine(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match=r"no such folder\. Give the folder"):
+    with pytest.raises(CheckpointError, match=r"this is a file\. Give the folder"):
         examine(tiny / "model.safetensors")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"no config\.json"):

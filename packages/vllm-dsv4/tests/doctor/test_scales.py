@@ -240,6 +240,42 @@ def test_input_scales_that_were_never_filled(check, only):
     assert only(check(ones)).code == "input-scales-all-ones"
 
 
+@pytest.mark.parametrize(
+    ("factor", "says", "fix"),
+    [
+        (0.25, "a quarter of the reference's", "Multiply its weight_scale_2 by 4"),
+        (4.0, "four times the reference's", "Divide its weight_scale_2 by 4"),
+        (0.5, "SQNR", "look for a scale"),
+    ],
+)
+@pytest.mark.parametrize("module", [W2, WO_B], ids=["expert", "attention"])
+def test_a_power_of_two_in_weight_scale_2(
+    check, only, tiny, module: str, factor: float, says: str, fix: str
+):
+    """A factor of four was told as a wrong bias of E8M0 scales, which NVFP4 does not have."""
+    found = only(check(scaled(f"{module}.weight_scale_2", factor), reference=tiny))
+    assert (found.code, found.tensor) == ("constant-factor", f"{module}.weight")
+    assert (found.level, found.evidence) == ("error", "reference")
+    assert says in found.found
+    assert fix in found.fix
+    assert "E8M0" not in found.sentence + found.fix
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "fix"),
+    [(-2, "e8m0-bias", "add 2 to every scale byte"), (2, "constant-factor", "Divide its scales")],
+)
+def test_the_bias_is_named_where_scales_are_e8m0_and_too_low(
+    check, only, tiny, step: int, code: str, fix: str
+):
+    def change(content: Any) -> None:
+        content.raw(f"{W2}.scale").add_(step)
+
+    found = only(check(change, "official", reference=tiny))
+    assert (found.code, found.tensor) == (code, f"{W2}.weight")
+    assert fix in found.fix
+
+
 def test_the_reference_turns_a_suspicion_into_certainty(check, only, tiny):
     found = only(check(exponents, reference=tiny))
     assert (found.code, found.level, found.evidence) == (

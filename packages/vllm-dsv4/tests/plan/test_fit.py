@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_dsv4.cli.plan import register
 from vllm_dsv4.errors import OptionError, PlanError
@@ -21,7 +23,7 @@ from vllm_dsv4.plan import Deployment, Limits, Plan, choose_deployment, plan, re
 
 def planned(model: str, gpus: str, nodes: int = 1, **limits: Any) -> Plan:
     stored, found = released(model), parse_gpus(gpus, nodes)
-    deployment = choose_deployment(found, stored.schema.config)
+    deployment = choose_deployment(found, stored)
     return plan(stored, found, deployment, Limits(limits.pop("context", 1 << 20), **limits))
 
 
@@ -59,8 +61,8 @@ def test_memory_adds_up() -> None:
 def test_data_parallel_ranks_serve_more_requests() -> None:
     stored, gpus = released("flash"), parse_gpus("H200:8")
     limits = Limits(1 << 17)
-    tp = plan(stored, gpus, choose_deployment(gpus, stored.schema.config), limits)
-    dp = plan(stored, gpus, choose_deployment(gpus, stored.schema.config, data_parallel=8), limits)
+    tp = plan(stored, gpus, choose_deployment(gpus, stored), limits)
+    dp = plan(stored, gpus, choose_deployment(gpus, stored, data_parallel=8), limits)
     assert dp.weights["routed experts"] == tp.weights["routed experts"]
     assert dp.weights["attention"] > tp.weights["attention"]
     assert dp.concurrent > 6 * tp.concurrent
@@ -92,6 +94,8 @@ def test_the_usual_places(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--model", "pro") == 0
     out = capsys.readouterr().out
     assert "DeepSeek-V4-Pro, full: 905.7 GB of weights, 891.0 without MTP" in out
+    # 0.56 bytes of the parameters, counted by hand from the model's dimensions.
+    assert "1,573.0 billion parameters, 881 GB (1,598.8 with MTP, 895 GB) at 0.56 bytes" in out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert any(line.startswith("8 x B200 yes TP 8, EP, MegaMoE 116.0") for line in lines)
     assert any(line.startswith("8 x H200 partly TP 8, EP 114.0") for line in lines)
@@ -106,6 +110,44 @@ def test_one_place_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
     assert "compressed 4:1" in out
     assert "146.25" in out
     assert "allowance" in out
+
+
+def test_what_the_words_of_the_table_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    """8 x 79.1 GiB, 92 % of them: 78.1 GB each, and a 110 GB part of the experts alone."""
+    assert call("--model", "pro", "--gpus", "H100:8") == 1
+    out = capsys.readouterr().out
+    assert "8 x H100 no" in " ".join(out.split())
+    (inline,) = re.findall(r"EP +[0-9.]+ +[0-9.]+ +short by ([0-9.]+)", out)
+    assert 110 - 78.1 < float(inline) < 60
+    assert f"does not fit, short by {inline}" in out
+    assert "-" not in re.sub("DeepSeek-V4-Pro|--max-model-len", "", out)
+    assert "partly, if only a shorter context" in out
+
+
+def test_experts_that_are_not_fp4(
+    checkpoint: Callable[..., Path], checkpoints: ModuleType, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = shutil.copytree(checkpoint("full"), tmp_path / "copy")
+    checkpoints.change(folder, experts_to_bf16)
+    assert call(folder, "--gpus", "B200:2") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "TP 2, EP " in out
+    assert "MegaMoE" not in out
+    assert "Routed experts are not FP4: vLLM runs them in its unquantized fused MoE (BF16)" in out
+    assert call(checkpoint("full"), "--gpus", "B200:2") == 0
+    out = capsys.readouterr().out
+    assert "TP 2, EP, MegaMoE" in out
+    assert "not FP4" not in out
+
+
+def experts_to_bf16(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if ".experts." in name and name.endswith(".weight")]:
+        module = name.removesuffix(".weight")
+        rows, half = tensors[name].shape
+        tensors[name] = torch.zeros(rows, 2 * half, dtype=torch.bfloat16)
+        for part in ("weight_scale", "weight_scale_2", "input_scale"):
+            tensors.pop(f"{module}.{part}", None)
 
 
 def test_json_and_the_exit_code_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,10 +235,10 @@ def test_missing_tensors_are_told(
 
 def test_absurd_counts_end_at_once() -> None:
     stored, many = released("pro"), parse_gpus("H200:99999999999")
-    assert choose_deployment(many, stored.schema.config).tensor_parallel == 16
+    assert choose_deployment(many, stored).tensor_parallel == 16
     far = parse_gpus("H200:8", 10**12)
     with pytest.raises(PlanError, match=r"61 layers cannot be divided over 10{12} pipeline"):
-        plan(stored, far, choose_deployment(far, stored.schema.config), Limits(4096))
+        plan(stored, far, choose_deployment(far, stored), Limits(4096))
 
 
 @pytest.mark.parametrize(

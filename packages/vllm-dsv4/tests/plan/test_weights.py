@@ -6,6 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -17,11 +18,11 @@ from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
 from vllm_dsv4.errors import PlanError
 from vllm_dsv4.gpus import parse_gpus
 from vllm_dsv4.options import Options, runtime_formats
-from vllm_dsv4.plan import Deployment, Model, choose_deployment, released
+from vllm_dsv4.plan import Deployment, Limits, Model, choose_deployment, plan, released
 from vllm_dsv4.plan.fit import whole
 from vllm_dsv4.plan.models import released_config
 from vllm_dsv4.plan.weights import linear_bytes, weights
-from vllm_dsv4.stored import read_stored
+from vllm_dsv4.stored import EXPERTS, Format, Stored, read_stored
 
 CODEC = Path(__file__).parents[3] / "nvfp4-codec" / "tests" / "schemas" / "data"
 BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "I64": 8}
@@ -175,20 +176,51 @@ def test_an_unknown_model_is_refused() -> None:
     ],
 )
 def test_the_deployment_that_suits(gpus: str, nodes: int, model: str, expected: Deployment) -> None:
-    config = released(model).schema.config
-    chosen = choose_deployment(parse_gpus(gpus, nodes), config)
+    stored = released(model)
+    chosen = choose_deployment(parse_gpus(gpus, nodes), stored)
     assert chosen == expected
-    chosen.check(config)
+    chosen.check(stored.schema.config)
 
 
 def test_given_sizes_are_kept() -> None:
-    config, gpus = released("pro").schema.config, parse_gpus("B200:8")
-    assert choose_deployment(gpus, config, data_parallel=8) == Deployment(1, 1, 8, True, True)
-    assert choose_deployment(gpus, config, tensor_parallel=4) == Deployment(4, 1, 1, True, True)
-    assert choose_deployment(gpus, config, pipeline_parallel=2) == Deployment(4, 2, 1, True, False)
-    off = choose_deployment(gpus, config, expert_parallel=False)
+    stored, gpus = released("pro"), parse_gpus("B200:8")
+    assert choose_deployment(gpus, stored, data_parallel=8) == Deployment(1, 1, 8, True, True)
+    assert choose_deployment(gpus, stored, tensor_parallel=4) == Deployment(4, 1, 1, True, True)
+    assert choose_deployment(gpus, stored, pipeline_parallel=2) == Deployment(4, 2, 1, True, False)
+    off = choose_deployment(gpus, stored, expert_parallel=False)
     assert off == Deployment(8, 1, 1, False, False)
-    assert choose_deployment(gpus, config, mega_moe=False) == Deployment(8, 1, 1, True, False)
+    assert choose_deployment(gpus, stored, mega_moe=False) == Deployment(8, 1, 1, True, False)
+
+
+def with_experts(own: Format, block: str = "layers.") -> Stored:
+    """Pro in full NVFP4, the routed experts of some blocks in another format."""
+    stored = released("pro")
+    changed = {name: own for name in stored.formats
+               if name.startswith(block) and name.endswith(EXPERTS)}  # fmt: skip
+    return replace(stored, formats={**stored.formats, **changed})
+
+
+@pytest.mark.parametrize("own", ["bf16", "fp8_block"])
+def test_the_fused_kernel_is_for_fp4_experts(own: Format) -> None:
+    """vLLM's DeepGemmMegaMoEExperts has two weight formats, MXFP4 and NVFP4: others do not load."""
+    stored, gpus = with_experts(own), parse_gpus("B200:8")
+    chosen = choose_deployment(gpus, stored)
+    assert chosen == Deployment(8, 1, 1, True, False)
+    assert "MegaMoE buffer" not in plan(stored, gpus, chosen, Limits(4096)).buffers
+    fused = Deployment(8, 1, 1, True, True)
+    with pytest.raises(PlanError, match=f"stored as {own}, and MegaMoE .* takes mxfp4 and nvfp4"):
+        plan(stored, gpus, fused, Limits(4096))
+    assert choose_deployment(gpus, with_experts("mxfp4")) == fused
+    # A kernel from elsewhere is given NVFP4.
+    with pytest.raises(PlanError, match="and --moe-kernel some takes nvfp4 only"):
+        plan(with_experts("mxfp4"), gpus, fused, Limits(4096), Options(moe_kernel="some"))
+
+
+def test_drafting_blocks_share_the_models_kernel() -> None:
+    """vLLM builds MTP blocks with the same --moe-backend; modelopt's exports have them in BF16."""
+    stored, gpus = with_experts("bf16", "mtp."), parse_gpus("B200:8")
+    assert choose_deployment(gpus, stored).mega_moe
+    assert not choose_deployment(gpus, stored, mtp=True).mega_moe
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from nvfp4_codec.errors import CheckpointError
 from vllm_dsv4 import serve
 from vllm_dsv4.errors import OptionError, PlanError
 from vllm_dsv4.gpus import Gpus, parse_gpus
+from vllm_dsv4.moe_backend import MoEShape, Verdict
 from vllm_dsv4.plan import released
 from vllm_dsv4.serve import Command, serve_command
 
@@ -148,9 +151,81 @@ def test_a_moe_kernel_takes_vllms_fused_layer(
 ) -> None:
     with pytest.raises(OptionError, match="moe_kernel is 'some'; installed backends"):
         command(checkpoint("full"), options={"moe_kernel": "some"})
-    monkeypatch.setattr(serve, "find_backend", lambda name: name)
-    found = command(checkpoint("full"), options={"moe_kernel": "some"})
-    assert "--enable-expert-parallel --moe-backend deep_gemm_mega_moe" in flags(found)
+    install(monkeypatch, Some)
+    for gpus in ("H200:1", "B200:2"):
+        found = command(checkpoint("full"), gpus=gpus, options={"moe_kernel": "some"})
+        assert "--enable-expert-parallel --moe-backend deep_gemm_mega_moe" in flags(found)
+
+
+class Some:
+    """A backend that takes everything, and keeps what it was asked."""
+
+    asked: ClassVar[list[tuple[tuple[int, int], MoEShape]]] = []
+    verdict = Verdict(True)
+
+    def __init__(self, shape: MoEShape, process_group: object) -> None:
+        assert process_group is None  # there are no ranks yet
+
+    def supports(self, capability: tuple[int, int], shape: MoEShape) -> Verdict:
+        self.asked.append((capability, shape))
+        return self.verdict
+
+
+class Never(Some):
+    verdict = Verdict(False, "it runs nowhere")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, backend: type[Some]) -> None:
+    entry = SimpleNamespace(load=lambda: backend)
+    monkeypatch.setattr("vllm_dsv4.moe_backend.backends", lambda: {"some": entry})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "capability"),
+    [("H100:2", (9, 0)), ("GH200:2:95", (9, 0)), ("B200:2", (10, 0)), ("GB300:2:268", (10, 3))],
+)
+def test_a_moe_kernel_is_asked_what_vllm_will_ask_it(
+    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch, gpus: str, capability: tuple[int, int]
+) -> None:
+    install(monkeypatch, Some)
+    folder = checkpoint("full")
+    config = json.loads((folder / "config.json").read_text())
+    Some.asked.clear()
+    words = "--max-num-batched-tokens 512"
+    command(folder, words, gpus=gpus, options={"moe_kernel": "some"})
+    shape = MoEShape(
+        num_experts=config["n_routed_experts"],
+        num_local_experts=config["n_routed_experts"] // 2,
+        first_expert=0,
+        top_k=config["num_experts_per_tok"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["moe_intermediate_size"],
+        max_num_tokens=512,
+        swiglu_limit=config["swiglu_limit"],
+        ep_size=2,
+    )
+    assert Some.asked == [(capability, shape)]
+
+
+def test_a_moe_kernel_that_refuses_is_no_line(
+    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own fused kernel is the other choice on Blackwell, and nowhere else."""
+    install(monkeypatch, Never)
+    refused = r"moe_kernel 'some' cannot be used here: it runs nowhere\. Leave --moe-kernel away"
+    for gpus, rest in (("B200:1", " and use --moe-backend deep_gemm_mega_moe."), ("H200:1", ".")):
+        with pytest.raises(OptionError, match=refused) as caught:
+            command(checkpoint("full"), gpus=gpus, options={"moe_kernel": "some"})
+        assert str(caught.value).endswith(f"away{rest}")
+
+
+def test_megamoe_kernel_is_refused_on_blackwell(checkpoint: Folder) -> None:
+    """Its backend in vLLM has Hopper's kernel only; the line was printed all the same."""
+    pytest.importorskip("megamoe_kernel")
+    options = {"moe_kernel": "megamoe"}
+    with pytest.raises(OptionError, match=r"runs on compute capability 9\.0 .*, not on 10\.0\."):
+        command(checkpoint("full"), gpus="B200:1", options=options)
+    assert command(checkpoint("full"), gpus="H200:1", options=options).argv
 
 
 @pytest.mark.parametrize(
@@ -363,13 +438,17 @@ def test_large_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert flags(tight).endswith("--max-model-len auto --max-num-batched-tokens 4096")
     own = command(tmp_path, "--max-num-batched-tokens 16384", gpus="H200:8:134")
     assert any("by the plan this does not fit" in note for note in own.notes)
+    elsewhere = command(tmp_path, "--cpu-offload-gb 100", gpus="H200:4")
+    (note,) = (note for note in elsewhere.notes if "does not fit" in note)
+    (short,) = re.findall(r"does not fit, short by ([0-9.]+) GB", note)
+    # A quarter of 872 GB of experts and more, on GPUs of which vLLM takes 138.1 GB.
+    assert 218 - 138.1 < float(short) < 130
     # Where no step leaves room for a long context, the one that leaves most.
     least = command(tmp_path, gpus="H200:8:126.5")
     assert least.argv[-1] == "2048"
     assert 4096 < least.plan.longest < 65536
     with pytest.raises(PlanError, match="the weights take 225 GB on the fullest GPU"):
         command(tmp_path, gpus="H200:4")
-    assert command(tmp_path, "--cpu-offload-gb 100", gpus="H200:4").argv
     nodes = command(tmp_path, gpus="H200:8", nodes=2)
     assert any("start Ray on each of them first" in note for note in nodes.notes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, get_args
 
@@ -16,15 +16,22 @@ from .options import add_options, read_options
 if TYPE_CHECKING:
     from ..gpus import Gpus
     from ..plan import Deployment, Limits, Plan, Preset
-    from ..stored import Stored
+    from ..stored import Format, Stored
     from .common import Commands
 
 _log = logging.getLogger(__name__)
 #: What is shown where no GPUs are given.
 _USUAL: Final = (("B200:8", 1), ("H200:8", 1), ("B200:8", 2), ("H200:8", 2))
 _LEGEND: Final = """\
+fits: partly, if only a shorter context than the model's (or --max-model-len) does. KV cache: what
+is left for it, or by how much weights and buffers exceed what vLLM takes of the GPU.
 context: tokens that one request may have. of 8k: requests of 8,192 tokens that generate at once.
 Buffers are an estimate; vLLM measures them when it starts."""
+#: vLLM's layers for experts that are not FP4.
+_LAYERS: Final[Mapping[Format, str]] = {
+    "bf16": "unquantized fused MoE (BF16)",
+    "fp8_block": "FP8 fused MoE",
+}
 _PARALLEL: Final = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 
@@ -100,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         show_json({"model": name, "plans": [found.as_json() for found in plans]})
     else:
-        _show(name, plans)
+        _show(name, stored, plans)
     return OK if any(found.fits for found in plans) else FINDINGS
 
 
@@ -139,24 +146,47 @@ def _deployment(arguments: argparse.Namespace, gpus: Gpus, stored: Stored) -> De
 
     return choose_deployment(
         gpus,
-        stored.schema.config,
+        stored,
+        mtp=arguments.mtp,
         **{name: getattr(arguments, name) for name in _PARALLEL},
         expert_parallel=arguments.expert_parallel,
         mega_moe=True if arguments.moe_kernel else arguments.mega_moe,
     )
 
 
-def _show(name: str, plans: Sequence[Plan]) -> None:
+def _show(name: str, stored: Stored, plans: Sequence[Plan]) -> None:
     on_disk = plans[0].on_disk
     with_mtp, mtp = sum(on_disk.values()), on_disk.get("MTP", 0)
     without = f", {_gb(with_mtp - mtp)} without MTP" if mtp else ""
     say(f"{name}: {_gb(with_mtp)} GB of weights{without}")
     rows = [_summary(found) for found in plans]
+    _say_parameters(stored)
     heads = ["GPUs", "fits", "divided", "weights", "buffers", "KV cache", "context", "of 8k"]
     show_table(heads, rows, left=3, title="GB on the fullest GPU")
     say(_LEGEND)
+    _say_which_experts(stored)
     if len(plans) == 1:
         _detail(plans[0])
+
+
+def _say_parameters(stored: Stored) -> None:
+    """The usual estimate of an NVFP4 model's size, which leaves out what stays BF16 or FP8."""
+    from ..plan import parameters
+
+    count, with_mtp = (parameters(stored.schema, mtp=mtp) / 1e9 for mtp in (False, True))
+    estimate = f"{count:,.1f} billion parameters, {0.56 * count:,.0f} GB"
+    if with_mtp > count:
+        estimate += f" ({with_mtp:,.1f} with MTP, {0.56 * with_mtp:,.0f} GB)"
+    say(f"{estimate} at 0.56 bytes each, were all of them NVFP4")
+
+
+def _say_which_experts(stored: Stored) -> None:
+    """Where DeepGEMM's kernel cannot be chosen, what vLLM runs instead."""
+    from ..plan import FP4, expert_formats
+
+    if other := expert_formats(stored) - FP4:
+        kinds = " and ".join(sorted(_LAYERS[own] for own in other))
+        say(f"Routed experts are not FP4: vLLM runs them in its {kinds}, on every GPU.")
 
 
 def _summary(found: Plan) -> list[str]:
@@ -175,7 +205,7 @@ def _summary(found: Plan) -> list[str]:
         divided,
         _gb(sum(found.weights.values())),
         _gb(sum(found.buffers.values())),
-        _gb(found.kv_memory),
+        _left(found, "short by "),
         f"{found.longest:,}",
         f"{found.generating:,}",
     ]
@@ -183,8 +213,8 @@ def _summary(found: Plan) -> list[str]:
 
 def _detail(found: Plan) -> None:
     usable = f"{_gb(found.usable)} of {_gb(found.gpus.memory)} GB"
-    parts = [*found.weights.items(), *found.buffers.items(), ("KV cache", found.kv_memory)]
-    rows = [[part, _gb(size)] for part, size in parts]
+    rows = [[part, _gb(size)] for part, size in (*found.weights.items(), *found.buffers.items())]
+    rows.append(["KV cache", _left(found, "does not fit, short by ")])
     show_table(["on the fullest GPU", "GB"], rows, left=1, title=f"{found.gpus}: {usable} used")
     layers = [
         [_layer(ratio), f"{entries:.2f}", f"{indexed:.2f}"]
@@ -200,8 +230,14 @@ def _layer(ratio: int) -> str:
     return f"compressed {ratio}:1" if ratio else "window only"
 
 
+def _left(found: Plan, short: str) -> str:
+    """For the KV cache; where the rest exceeds the memory, by how much, after ``short``."""
+    left = found.kv_memory
+    return _gb(left) if left >= 0 else f"{short}{_gb(-left)}"
+
+
 def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f}" if abs(nbytes) >= 5e8 else f"{nbytes / 1e9:.3f}"
+    return f"{nbytes / 1e9:,.1f}" if nbytes >= 5e8 else f"{nbytes / 1e9:.3f}"
 
 
 def _positive(text: str) -> int:

@@ -66,7 +66,7 @@ def _unopened(folder: Path, findings: list[Finding], started: float) -> Examinat
         shown(str(folder)),
         "unreadable",
         "unknown",
-        "nobody serves it",
+        "nothing: its files cannot be opened",
         tuple(_diagnose(finding, frozenset(), None) for finding in findings),
         ("everything else: names, formats and values are looked at once all files can be opened",),
         Looked(),
@@ -163,7 +163,10 @@ def _helped(model: Model) -> frozenset[Handled]:
 
 def _serving(model: Model) -> str:
     if not is_ours(model.config):
-        return "stock vLLM or nobody: config.json claims no NVFP4, and the plugin stays out"
+        return (
+            "stock vLLM, as far as it knows names and formats: config.json claims no NVFP4, so the "
+            "plugin stays out"
+        )
     if not _is_experts_only(model):
         return "vLLM with the plugin"
     take_over = "--moe-backend deep_gemm_mega_moe, or with an option of the plugin's own"

@@ -63,7 +63,11 @@ def look_at_values(model: Model, reference: Model | None) -> Values:
             yield result
 
     result = collect(results(), model.checkpoint.root)
-    findings = [finding for finding in result.findings if not _is_rescaled_cast(model, finding)]
+    findings = [
+        _as_factor(model, finding, result.sqnr)
+        for finding in result.findings
+        if not _is_rescaled_cast(model, finding)
+    ]
     return Values(findings + swapped, result.sqnr, read, result.nbytes)
 
 
@@ -83,6 +87,32 @@ def _is_rescaled_cast(model: Model, finding: Finding) -> bool:
     beside = (np.roll(counts, 1) > 0) | (np.roll(counts, -1) > 0)
     mantissas = np.unique(np.flatnonzero(counts) % 8)
     return bool(2 * counts[beside].sum() < counts.sum() and len(mantissas) <= 2)
+
+
+def _as_factor(model: Model, finding: Finding, sqnr: Mapping[str, float]) -> Finding:
+    """A factor of four is a wrong bias of E8M0 only where scales are E8M0, written two too low.
+
+    sqnr: in dB against the reference by official name. Values four times too large have an error
+    above the signal, a quarter of them one below it.
+    """
+    if finding.code != "e8m0-bias":
+        return finding
+    entry, family = model.schema.find(finding.tensor, model.scheme), model.families[finding.tensor]
+    assert entry is not None  # it was compared with the reference's by this entry
+    too_large = sqnr[entry.name()] < 0
+    if family.scale is not None and family.scale.dtype == "F8_E8M0" and not too_large:
+        return finding
+    scaled = "the weight" if family.scale is None else "its scales"
+    if family.global_scale is not None:
+        scaled = "its weight_scale_2"
+    return replace(
+        finding,
+        code="constant-factor",
+        found=f"all values {'four times' if too_large else 'a quarter of'} the reference's, "
+        f"{finding.found}",
+        fix=f"{'Divide' if too_large else 'Multiply'} {scaled} by 4, or export again: a scale was "
+        "applied twice, not at all, or is another weight's.",
+    )
 
 
 def _is_swapped(source: Checkpoint, reference: Checkpoint, unit: Unit, result: Result) -> bool:

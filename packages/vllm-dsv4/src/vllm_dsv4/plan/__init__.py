@@ -5,11 +5,12 @@ formula names its source in vLLM 0.33.0; where vLLM measures instead, ours is an
 """
 
 from .buffers import Limits
-from .deployment import Deployment, choose_deployment
-from .fit import Plan, plan
+from .deployment import FP4, Deployment, choose_deployment, expert_formats
+from .fit import Plan, parameters, plan
 from .models import NAMES, Model, Preset, released
 
 __all__ = [
+    "FP4",
     "NAMES",
     "Deployment",
     "Limits",
@@ -17,6 +18,8 @@ __all__ = [
     "Plan",
     "Preset",
     "choose_deployment",
+    "expert_formats",
+    "parameters",
     "plan",
     "released",
 ]

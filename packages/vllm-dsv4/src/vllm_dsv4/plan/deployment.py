@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Final
 
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
 
 from ..errors import PlanError
 from ..gpus import Gpus
+from ..stored import EXPERTS, Format, Stored
 from .kv_cache import config_layers
+
+#: Formats of experts that DeepGEMM's fused kernel runs; vLLM's MegaMoE layer loads no others.
+FP4: Final[AbstractSet[Format]] = {"nvfp4", "mxfp4"}
 
 
 @dataclass(frozen=True)
@@ -102,10 +108,20 @@ class Deployment:
                 )
 
 
+def expert_formats(stored: Stored, *, mtp: bool = False) -> set[Format]:
+    """In which formats the routed experts are stored, with ``mtp`` those of MTP blocks too."""
+    return {
+        own
+        for module, own in stored.formats.items()
+        if module.endswith(EXPERTS) and (mtp or not module.startswith("mtp."))
+    }
+
+
 def choose_deployment(
     gpus: Gpus,
-    config: ModelConfig,
+    stored: Stored,
     *,
+    mtp: bool = False,
     tensor_parallel: int | None = None,
     pipeline_parallel: int | None = None,
     data_parallel: int | None = None,
@@ -115,10 +131,11 @@ def choose_deployment(
     """What suits the GPUs, sizes that are given kept: tensor parallel in a node, pipeline across.
 
     Experts stay whole (expert parallelism) wherever there are two GPUs. On one node of Blackwell
-    they run in the fused kernel: it spans one NVLink domain, and its experts have to be FP4.
-    ``mega_moe`` decides that otherwise. GPUs that do not divide the model are left over.
+    they run in the fused kernel: it spans one NVLink domain, and its experts have to be FP4, those
+    of MTP blocks too if they draft (``mtp``). ``mega_moe`` decides that otherwise. GPUs that do not
+    divide the model are left over.
     """
-    dims = config.dimensions
+    dims = stored.schema.config.dimensions
     pipeline = pipeline_parallel or gpus.nodes
     data = data_parallel or 1
     tensor = tensor_parallel or max(
@@ -135,7 +152,8 @@ def choose_deployment(
         expert_parallel is not False
         and gpus.family == "blackwell"
         and gpus.nodes == pipeline == 1
-        and config.expert_format == "mxfp4"  # of the model; NVFP4 is made from it
+        and stored.schema.config.expert_format == "mxfp4"  # of the model; NVFP4 is made from it
+        and expert_formats(stored, mtp=mtp) <= FP4
         and not (dims["hidden"] % 128 or dims["inner"] % 128)
     )
     fused = suits if mega_moe is None else mega_moe

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from nvfp4_codec.checkpoint.header import shown
+from nvfp4_codec.schemas.deepseek_v4 import Schema
 
 from ..errors import PlanError
 from ..gpus import Gpus
 from ..options import Options, runtime_formats
 from ..stored import Format, Stored
 from .buffers import Limits, buffers
-from .deployment import Deployment
+from .deployment import FP4, Deployment, expert_formats
 from .kv_cache import KVCache, kv_cache
 from .weights import Part, weights
 
@@ -138,6 +141,8 @@ def plan(
             f"deep_gemm_mega_moe runs on Blackwell of the data center only, not on {gpus.kind}: "
             "leave --moe-backend to vLLM, or name a --moe-kernel that runs there."
         )
+    if deployment.mega_moe:
+        _check_experts(stored, options.moe_kernel)
     if deployment.gpus > gpus.total:
         raise PlanError(
             f"parallel sizes of {deployment.gpus} GPUs in all, on {gpus}: choose smaller ones."
@@ -146,6 +151,24 @@ def plan(
     stages = range(deployment.pipeline_parallel)
     plans = [_stage(stored, formats, gpus, deployment, limits, stage) for stage in stages]
     return min(plans, key=lambda found: found.kv_memory / max(1, found.cache.block_bytes))
+
+
+def _check_experts(stored: Stored, moe_kernel: str | None) -> None:
+    """Source: vLLM 0.33.0, layers/fused_moe/deep_gemm_mega_moe.py (its two weight formats)."""
+    takes: AbstractSet[Format] = FP4 if moe_kernel is None else {"nvfp4"}
+    if other := sorted(expert_formats(stored) - takes):
+        name = f"--moe-kernel {moe_kernel}" if moe_kernel else "MegaMoE (deep_gemm_mega_moe)"
+        raise PlanError(
+            f"the routed experts are stored as {' and '.join(other)}, and {name} takes "
+            f"{' and '.join(sorted(takes))} only: leave it away, and vLLM chooses a kernel."
+        )
+
+
+def parameters(schema: Schema, *, mtp: bool) -> int:
+    """Numbers in all of the model's tensors, scales not counted."""
+    return sum(
+        math.prod(e.shape) for e in schema.entries() if mtp or not e.name().startswith("mtp.")
+    )
 
 
 def whole(stored: Stored, formats: Mapping[str, Format] | None = None) -> dict[Part, int]:
