@@ -109,7 +109,8 @@ HYPOTHESES = (
     Hypothesis(
         "e8m0-bias",
         "all values are off by a factor of four, as with the E8M0 bias 125",
-        "the bias of E8M0 is 127: add 2 to every scale byte of the old file",
+        "E8M0 has the bias 127: add 2 to every scale byte of the old file; where no scale is E8M0, "
+        "look for one (input_scale, a global scale) applied twice or not at all",
         rewritten(shift_bias),
     ),
     Hypothesis(
