@@ -107,6 +107,20 @@ inline void begin_copy(const std::vector<Piece>& pieces, uint32_t barrier, const
   CtaState& cta = emulation->cta();
   begin_copy(pieces, cta, cta, barrier, site);
 }
+// In each CTA of a pair a copy of its own, which comes to its end when it likes.
+inline void begin_copy_to_pair(const std::vector<Piece>& pieces, uint32_t barrier,
+                               const Site& site) {
+  int number = 0;
+  for (CtaState* cta : emulation->group(2)) {
+    const bool leads = number++ == 0;
+    if (emulation->is(Mutant::kMaskLeader) && !leads) continue;
+    if (emulation->is(Mutant::kMaskOther) && leads) continue;
+    CtaState& signals = emulation->is(Mutant::kSignalOwn) ? emulation->cta() : *cta;
+    begin_copy(pieces, *cta, signals, barrier, site);
+    // Who has waited for one of the copies does not know of the one begun after it.
+    emulation->world.clocks.publish(emulation->thread().agent);
+  }
+}
 
 // Mutants that concern a copy's target or its barrier: those of the stage after.
 inline void disturb(uint32_t& to, uint32_t& barrier) {
@@ -161,6 +175,30 @@ inline std::vector<Piece> pieces_of_bulk(uint32_t to, const void* from, int byte
   return pieces;
 }
 
+// The bytes of a box; its mutants.
+inline std::vector<Piece> pieces_of_box(uint32_t to, const void* map_address, int x, int y,
+                                        uint32_t& barrier, const Site& site) {
+  EmulatedMap map;
+  std::memcpy(&map, map_address, sizeof map);
+  if (reinterpret_cast<uintptr_t>(map_address) % 64 || map.magic != EmulatedMap::kMagic) {
+    emulation->stop(site, "copies by a tensor map that is none");
+  }
+  if (to % 1024) emulation->stop(site, "copies a swizzled box to no multiple of 1024");
+  disturb_box(map, to, x, y);
+  disturb(to, barrier);
+  std::vector<Piece> pieces;
+  for (int row = 0; row < map.box_rows; ++row) {
+    for (int at = 0; at < map.box_bytes; at += 16) {
+      const bool inside = y + row < map.rows && x + at < map.row_bytes && y + row >= 0 && x >= 0;
+      const uint8_t* from = inside ? map.base + (y + row) * map.row_bytes + x + at : nullptr;
+      uint32_t target = to + static_cast<uint32_t>(row * map.box_bytes + at);
+      if (!emulation->is(Mutant::kNoSwizzle)) target = swizzled(target);
+      pieces.push_back({from, target});
+    }
+  }
+  return pieces;
+}
+
 }  // namespace megamoe::emulator
 
 namespace megamoe::ptx {
@@ -170,46 +208,22 @@ inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier
   const auto pieces = emulator::pieces_of_bulk(to, from, bytes, barrier, site);
   emulator::begin_copy(pieces, barrier, site);
 }
-
-// In each CTA a copy of its own, which comes to its end when it likes.
 inline void copy_bulk_to_pair(uint32_t to, const void* from, int bytes, uint32_t barrier,
                               Site site) {
   emulation->step();
   const auto pieces = emulator::pieces_of_bulk(to, from, bytes, barrier, site);
-  int number = 0;
-  for (emulator::CtaState* cta : emulation->group(2)) {
-    const bool leads = number++ == 0;
-    if (emulation->is(Mutant::kMaskLeader) && !leads) continue;
-    if (emulation->is(Mutant::kMaskOther) && leads) continue;
-    emulator::CtaState& signals = emulation->is(Mutant::kSignalOwn) ? emulation->cta() : *cta;
-    emulator::begin_copy(pieces, *cta, signals, barrier, site);
-    // Who has waited for one of the copies does not know of the one begun after it.
-    emulation->world.clocks.publish(emulation->thread().agent);
-  }
+  emulator::begin_copy_to_pair(pieces, barrier, site);
 }
-
-inline void copy_box(uint32_t to, const void* map_address, int x, int y, uint32_t barrier,
-                     Site site) {
+inline void copy_box(uint32_t to, const void* map, int x, int y, uint32_t barrier, Site site) {
   emulation->step();
-  emulator::EmulatedMap map;
-  std::memcpy(&map, map_address, sizeof map);
-  if (reinterpret_cast<uintptr_t>(map_address) % 64 || map.magic != emulator::EmulatedMap::kMagic) {
-    emulation->stop(site, "copies by a tensor map that is none");
-  }
-  if (to % 1024) emulation->stop(site, "copies a swizzled box to no multiple of 1024");
-  emulator::disturb_box(map, to, x, y);
-  emulator::disturb(to, barrier);
-  std::vector<emulator::Piece> pieces;
-  for (int row = 0; row < map.box_rows; ++row) {
-    for (int at = 0; at < map.box_bytes; at += 16) {
-      const bool inside = y + row < map.rows && x + at < map.row_bytes && y + row >= 0 && x >= 0;
-      const uint8_t* from = inside ? map.base + (y + row) * map.row_bytes + x + at : nullptr;
-      uint32_t target = to + static_cast<uint32_t>(row * map.box_bytes + at);
-      if (!emulation->is(Mutant::kNoSwizzle)) target = emulator::swizzled(target);
-      pieces.push_back({from, target});
-    }
-  }
+  const auto pieces = emulator::pieces_of_box(to, map, x, y, barrier, site);
   emulator::begin_copy(pieces, barrier, site);
+}
+inline void copy_box_to_pair(uint32_t to, const void* map, int x, int y, uint32_t barrier,
+                             Site site) {
+  emulation->step();
+  const auto pieces = emulator::pieces_of_box(to, map, x, y, barrier, site);
+  emulator::begin_copy_to_pair(pieces, barrier, site);
 }
 
 }  // namespace megamoe::ptx

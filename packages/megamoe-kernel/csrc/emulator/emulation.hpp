@@ -12,6 +12,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <functional>
 #include <map>
@@ -40,7 +41,7 @@ struct Thread {
   Clock tensor{};           // and at its last tcgen05.fence::after_thread_sync
   Clock tensor_before{};    // and at the one before that
   Clock at_read{};          // and at its last tcgen05.ld
-  bool handed_over = true;  // tcgen05.fence::before_thread_sync since the last tcgen05.ld
+  bool handed_over = true;  // tcgen05.fence::before_thread_sync since the last tcgen05.ld or st
   int pair_syncs = 0;
 };
 
@@ -62,6 +63,13 @@ struct Pending {
   }
 };
 
+// A warp that stores to tensor memory: what its lanes have brought so far.
+struct Storing {
+  host::Meeting meeting;
+  uint32_t to = 0;
+  std::array<const float*, kWarpSize> values{};
+};
+
 struct CtaState {
   SharedMemory shared;
   TensorMemory tensor;
@@ -79,6 +87,7 @@ struct CtaState {
   int elected = 0;       // the lane that elect() names, in all warps
   host::Meeting allocating;  // of the warp that allocates or frees tensor memory
   int allocating_warp = 0;
+  std::map<int, Storing> storing;  // by warp
   const uint8_t* first_scales = nullptr;  // of the stage that is filled
 
   CtaState(size_t shared_bytes, int num_agents)

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "emulator/launch_run.hpp"
+#include "emulator/step_run.hpp"
 #include "emulator/tile_run.hpp"
 
 using namespace megamoe;
@@ -99,6 +100,13 @@ int megamoe_emulate_launch(const LaunchRun* launch, int ctas, char* message, int
 // 0: run->sums has the tile's sums. 1: message says why it was stopped.
 int megamoe_emulate_tile(const TileRun* run, char* message, int capacity) {
   const auto stopped = TileRunner(*run).run();
+  copy_text(stopped.value_or(""), message, capacity);
+  return stopped ? 1 : 0;
+}
+
+// 0: all warps came to the end of their steps. 1: message says why not.
+int megamoe_emulate_steps(const StepRun* run, char* message, int capacity) {
+  const auto stopped = run->cta_group == 1 ? StepRunner<1>(*run).run() : StepRunner<2>(*run).run();
   copy_text(stopped.value_or(""), message, capacity);
   return stopped ? 1 : 0;
 }

@@ -1,4 +1,4 @@
-// ptx/sm100.hpp for a host: tensor memory, as threads allocate and read it.
+// ptx/sm100.hpp for a host: tensor memory, as threads allocate, read and write it.
 #pragma once
 
 #include "emulator/barrier_instructions.hpp"
@@ -92,6 +92,42 @@ inline void free(uint32_t address, int columns, const Site& site) {
   if (const char* error = cta.tensor.free(address, columns)) emulation->stop(site, error);
 }
 
+// Where value i of 16 of a warp's lane is in 32 lanes by 16 columns of tensor memory.
+struct Place {
+  int lane, column;
+};
+inline Place place_in_32x16(int lane, int i) {
+  const int half = i / 8, r = i % 8 / 4, j = i % 4, t = lane % 4, g = lane / 4;
+  return {16 * r + g + 8 * (j / 2), 8 * half + 2 * t + j % 2};
+}
+
+// A warp reads or writes 32 lanes by 16 columns: they are its own quarter, allocated, and nobody
+// uses them without order. `access`: Shadow's read or write.
+template <class Access>
+void require_32x16(int first, int column, Access access, const char* does, const Site& site) {
+  CtaState& cta = emulation->cta();
+  const Thread& self = emulation->thread();
+  if (first != TensorMemory::kQuarter * (self.thread / kWarpSize % 4)) {
+    emulation->stop(site, std::string(does) + " lanes that its warp does not reach");
+  }
+  const Clock known = tensor_known();
+  require_allocated(cta, first, 32, column, 16, known, does, site);
+  require(cta.tensor.held(first, 32, column, 16,
+                          [&](Shadow& shadow, size_t at, size_t bytes) {
+                            return (shadow.*access)(at, bytes, self.agent, known, false);
+                          }),
+          does, "sums", site);
+  // The products of a pair are its leader's.
+  const std::deque<Pending>& products =
+      cta.products.empty() ? emulation->leader().products : cta.products;
+  for (const Pending& product : products) {
+    if (product.reaches(cta) && column < product.first_column + product.num_columns &&
+        product.first_column < column + 16) {
+      emulation->stop(site, std::string(does) + " sums that are still being formed");
+    }
+  }
+}
+
 }  // namespace megamoe::emulator
 
 namespace megamoe::ptx {
@@ -143,34 +179,16 @@ inline void tensor_load_32x16(uint32_t from, float (&out)[16], Site site) {
   emulation->step();
   emulator::CtaState& cta = emulation->cta();
   emulator::Thread& self = emulation->thread();
-  const int quarter = self.thread / kWarpSize % 4, t = self.thread % 4,
-            g = self.thread % kWarpSize / 4;
   int first = static_cast<int>(from >> 16), column = static_cast<int>(from & 0xFFFF);
   if (emulation->is(Mutant::kOtherQuarter)) first = first ? 0 : 32;
   if (emulation->is(Mutant::kOtherColumns)) column += 8;
-  if (first != 32 * quarter) emulation->stop(site, "reads lanes that its warp does not reach");
-  const emulator::Clock known = emulator::tensor_known();
-  emulator::require_allocated(cta, first, 32, column, 16, known, "reads", site);
+  emulator::require_32x16(first, column, &emulator::Shadow::read, "reads", site);
   self.at_read = emulation->known_now();
-  emulator::require(cta.tensor.held(first, 32, column, 16,
-                                    [&](emulator::Shadow& shadow, size_t at, size_t bytes) {
-                                      return shadow.read(at, bytes, self.agent, known, false);
-                                    }),
-                    "reads", "sums", site);
-  // The products of a pair are its leader's.
-  std::deque<emulator::Pending>& products =
-      cta.products.empty() ? emulation->leader().products : cta.products;
-  for (const emulator::Pending& product : products) {
-    if (product.reaches(cta) && column < product.first_column + product.num_columns &&
-        product.first_column < column + 16) {
-      emulation->stop(site, "reads sums that are still being formed");
-    }
-  }
   self.handed_over = false;
   const bool stale = emulation->is(Mutant::kStaleRead);
   for (int i = 0; i < 16; ++i) {
-    const int half = i / 8, r = i % 8 / 4, j = i % 4;
-    const int lane = first + 16 * r + g + 8 * (j / 2), at = column + 8 * half + 2 * t + j % 2;
+    const emulator::Place place = emulator::place_in_32x16(self.thread % kWarpSize, i);
+    const int lane = first + place.lane, at = column + place.column;
     if (!cta.tensor.written(lane, at)) emulation->stop(site, "reads sums that nobody has written");
     int to = i;
     if (emulation->is(Mutant::kGateUpSwapped)) to ^= 2;
@@ -178,6 +196,30 @@ inline void tensor_load_32x16(uint32_t from, float (&out)[16], Site site) {
     if (emulation->is(Mutant::kOutputsSwapped)) to ^= 4;
     out[to] = as_float(stale ? emulator::kPoison : cta.tensor.get(lane, at));
   }
+}
+
+// Each lane for itself knows what it may overwrite; the last one to come stores for all, so that
+// none goes on before all is there.
+inline void tensor_store_32x16(uint32_t to, const float (&values)[16], Site site) {
+  emulation->step();
+  emulator::CtaState& cta = emulation->cta();
+  emulator::Thread& self = emulation->thread();
+  const int first = static_cast<int>(to >> 16), column = static_cast<int>(to & 0xFFFF);
+  emulator::require_32x16(first, column, &emulator::Shadow::write, "stores to", site);
+  self.handed_over = false;
+  emulator::Storing& storing = cta.storing[self.thread / kWarpSize];
+  if (storing.meeting.arrived == 0) storing.to = to;
+  if (storing.to != to) emulation->stop(site, "stores elsewhere than its warp's lanes");
+  storing.values[static_cast<size_t>(self.thread % kWarpSize)] = values;
+  emulation->world.crew.meet(emulation->world.crew.running(), storing.meeting, kWarpSize, [&] {
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+      for (int i = 0; i < 16; ++i) {
+        const emulator::Place place = emulator::place_in_32x16(lane, i);
+        const float value = storing.values[static_cast<size_t>(lane)][i];
+        cta.tensor.set(first + place.lane, column + place.column, as_bits(value));
+      }
+    }
+  });
 }
 
 }  // namespace megamoe::ptx

@@ -29,8 +29,10 @@ HEADER = INCLUDE / "megamoe" / "ptx" / "sm100.cuh"
 #: Results are bound to PTX's predicate p, where they are selected from it: p != 0.
 SELECT = "selp.u32 {}, 1, 0, p;"
 BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+BOX = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
 MMA = "tcgen05.mma.cta_group::{}.kind::mxf4nvf4.block_scale.block16"
 LOAD = "tcgen05.ld.sync.aligned.16x256b.x2.b32"
+STORE = "tcgen05.st.sync.aligned.16x256b.x2.b32"
 
 #: By wrapper: its statements, of pairs after those of one CTA.
 STATEMENTS: dict[str, list[list[str]]] = {
@@ -73,12 +75,11 @@ STATEMENTS: dict[str, list[list[str]]] = {
             "[to], [__cvta_generic_to_global(from)], bytes, [barrier], kBothCtas;"
         ]
     ],
-    # cp.async.bulk.tensor.2d [dstMem], [tensorMap, {x, y}], [mbar]: the innermost dimension first.
-    "copy_box": [
-        [
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-            "[to], [map, {x, y}], [barrier];"
-        ]
+    # cp.async.bulk.tensor.2d [dstMem], [tensorMap, {x, y}], [mbar] {, ctaMask}: the innermost
+    # dimension first; without .load_mode: .tile.
+    "copy_box": [[f"{BOX} [to], [map, {{x, y}}], [barrier];"]],
+    "copy_box_to_pair": [
+        [f"{BOX}.multicast::cluster [to], [map, {{x, y}}], [barrier], kBothCtas;"]
     ],
     "tensor_alloc": [
         [f"tcgen05.alloc.cta_group::{n}.sync.aligned.shared::cta.b32 [to], columns;"]
@@ -123,6 +124,16 @@ STATEMENTS: dict[str, list[list[str]]] = {
             f"{LOAD} {{out[4], out[5], out[6], out[7], out[12], out[13], out[14], out[15]}}, "
             "[tensor_address(from, 16, 0)];",
             "tcgen05.wait::ld.sync.aligned;",
+        ]
+    ],
+    # [taddr], r: the registers as a load has them. .wait::st waits for stores, .wait::ld does not.
+    "tensor_store_32x16": [
+        [
+            f"{STORE} [to], {{values[0], values[1], values[2], values[3], "
+            "values[8], values[9], values[10], values[11]};",
+            f"{STORE} [tensor_address(to, 16, 0)], {{values[4], values[5], values[6], values[7], "
+            "values[12], values[13], values[14], values[15]};",
+            "tcgen05.wait::st.sync.aligned;",
         ]
     ],
     "registers_up": [["setmaxnreg.inc.sync.aligned.u32 kRegisters;"]],
@@ -272,6 +283,10 @@ CALLS: dict[str, tuple[str, str]] = {
         "const void* map, uint32_t to, uint32_t barrier, int x, int y",
         "copy_box(to, map, x, y, barrier)",
     ),
+    "copy_box_to_pair": (
+        "const void* map, uint32_t to, uint32_t barrier, int x, int y",
+        "copy_box_to_pair(to, map, x, y, barrier)",
+    ),
     "tensor_alloc": ("uint32_t to, int columns", "tensor_alloc<{}>(to, columns)"),
     "tensor_no_more_allocs": ("", "tensor_no_more_allocs<{}>()"),
     "tensor_allocated": ("uint32_t from, uint32_t* out", "*out = tensor_allocated(from)"),
@@ -289,6 +304,11 @@ CALLS: dict[str, tuple[str, str]] = {
         "uint32_t from, float* out",
         "float sums[16]; tensor_load_32x16(from, sums); "
         "for (int i = 0; i < 16; ++i) out[i] = sums[i]",
+    ),
+    "tensor_store_32x16": (
+        "uint32_t to, const float* from",
+        "float values[16]; for (int i = 0; i < 16; ++i) values[i] = from[i]; "
+        "tensor_store_32x16(to, values)",
     ),
     "registers_up": ("", "registers_up<176>()"),
     "registers_down": ("", "registers_down<80>()"),
@@ -316,6 +336,8 @@ MACHINE_CODE: dict[str, list[list[str]]] = {
     "copy_bulk": [["UBLKCP.S.G [to], [from], UR#"]],
     "copy_bulk_to_pair": [["UBLKCP.S.G.MULTICAST [to], [from], UR#"]],
     "copy_box": [["UTMALDG.2D [to], [map]"]],
+    # The mask in the upper half.
+    "copy_box_to_pair": [["UTMALDG.2D.MULTICAST [to], [map], 0x30000"]],
     "tensor_alloc": [
         ["UTCATOMSWS.FIND_AND_SET.ALIGN UP0, UR#, UR#"] * 2,
         ["UTCATOMSWS.2CTA.FIND_AND_SET.ALIGN UP0, UR#, UR#"] * 2,
@@ -344,10 +366,17 @@ MACHINE_CODE: dict[str, list[list[str]]] = {
             "LDTM.16dp256bit.x2 R#, tmem[from+0x100000]",
         ]
     ],
+    "tensor_store_32x16": [
+        [
+            "STTM.16dp256bit.x2 tmem[to], R#",
+            "STTM.16dp256bit.x2 tmem[to+0x100000], R#",
+            "FENCE.VIEW.ASYNC.T",  # .wait::st; .wait::ld prints nothing
+        ]
+    ],
     "registers_up": [["USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xb0"]],
     "registers_down": [["USETMAXREG.DEALLOC.CTAPOOL 0x50"]],
 }
-ENGINES = r"UT|LDTM|UBLKCP|SYNCS|FENCE|MEMBAR|CCTL|UCGABAR|CGAERRBAR|USETMAXREG|UVIRTCOUNT"
+ENGINES = r"UT|LDTM|STTM|UBLKCP|SYNCS|FENCE|MEMBAR|CCTL|UCGABAR|CGAERRBAR|USETMAXREG|UVIRTCOUNT"
 #: Allocation keeps a record in shared memory of its own, with barriers for a pair.
 ENGINES_OF = {"elect": "ELECT", "tensor_allocated": "LDS", "tensor_alloc": "UT|UVIRT"}
 
@@ -454,5 +483,26 @@ def test_where_the_load_puts_its_registers(target: Target, probed: Callable[[Tar
         for line in code
         if (found := re.match(r"STG\S* .*\.64(?:\+0x([0-9a-f]+))?\], R(\d+)$", line))
     }
+    assert stored == registers_of(first, second)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_where_the_store_takes_its_registers(
+    target: Target, probed: Callable[[Target], str]
+) -> None:
+    code = machine_code_of(probed(target), "probe_tensor_store_32x16_1", "")
+    first, second = (
+        int(found[1]) for line in code if (found := re.match(r"STTM\S* .*\], R(\d+)$", line))
+    )
+    loaded = {
+        int(found[2] or "0", 16) // 4: int(found[1])
+        for line in code
+        if (found := re.match(r"LDG\.E R(\d+), .*\.64(?:\+0x([0-9a-f]+))?\]$", line))
+    }
+    assert loaded == registers_of(first, second)
+
+
+def registers_of(first: int, second: int) -> dict[int, int]:
+    """Which of 16 values is in which register, of two blocks of eight."""
     blocks = [first, second, first + 4, second + 4]
-    assert stored == {4 * i + j: block + j for i, block in enumerate(blocks) for j in range(4)}
+    return {4 * i + j: block + j for i, block in enumerate(blocks) for j in range(4)}

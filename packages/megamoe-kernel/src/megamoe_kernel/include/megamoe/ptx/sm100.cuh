@@ -81,6 +81,12 @@ __device__ __forceinline__ void copy_box(uint32_t to, const void* map, int x, in
                "[%0], [%1, {%2, %3}], [%4];"
                :: "r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier) : "memory");
 }
+__device__ __forceinline__ void copy_box_to_pair(uint32_t to, const void* map, int x, int y,
+                                                 uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+               :: "r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(kBothCtas) : "memory");
+}
 
 // The same instruction for one CTA and for a pair; operands follow.
 #define MEGAMOE_CTA_GROUP(BEFORE, AFTER, ...)                                             \
@@ -154,6 +160,19 @@ __device__ __forceinline__ void tensor_load_32x16(uint32_t from, float (&out)[16
                  "=f"(out[10]), "=f"(out[11]), "=f"(out[12]), "=f"(out[13]), "=f"(out[14]),
                  "=f"(out[15])
                : "r"(from), "r"(tensor_address(from, 16, 0)) : "memory");
+}
+__device__ __forceinline__ void tensor_store_32x16(uint32_t to, const float (&values)[16]) {
+  asm volatile("tcgen05.st.sync.aligned.16x256b.x2.b32 "
+               "[%0], {%2, %3, %4, %5, %10, %11, %12, %13};\n"
+               "tcgen05.st.sync.aligned.16x256b.x2.b32 "
+               "[%1], {%6, %7, %8, %9, %14, %15, %16, %17};\n"
+               "tcgen05.wait::st.sync.aligned;"
+               :: "r"(to), "r"(tensor_address(to, 16, 0)), "f"(values[0]), "f"(values[1]),
+                  "f"(values[2]), "f"(values[3]), "f"(values[4]), "f"(values[5]), "f"(values[6]),
+                  "f"(values[7]), "f"(values[8]), "f"(values[9]), "f"(values[10]),
+                  "f"(values[11]), "f"(values[12]), "f"(values[13]), "f"(values[14]),
+                  "f"(values[15])
+               : "memory");
 }
 
 template <int kRegisters>

@@ -1,4 +1,5 @@
-// The instructions of sm_100a that the layer needs, one thin function each: their declarations.
+// The instructions of sm_100a that the layer needs, and two that it does not, one thin function
+// each: their declarations.
 //
 // Two back ends define them. Compiled for a GPU: inline PTX, ptx/sm100.cuh. Compiled by a host
 // compiler: the emulator, csrc/emulator, which the kernel's source does not know of. There each
@@ -62,6 +63,9 @@ MEGAMOE_GPU_FN void copy_bulk_to_pair(uint32_t to, const void* from, int bytes,
 // A box of a two-dimensional tensor; x in elements of the row, y in rows.
 MEGAMOE_GPU_FN void copy_box(uint32_t to, const void* map, int x, int y,
                              uint32_t barrier MEGAMOE_SITE);
+// The same to both CTAs of a pair, as copy_bulk_to_pair. The kernel does not use it.
+MEGAMOE_GPU_FN void copy_box_to_pair(uint32_t to, const void* map, int x, int y,
+                                     uint32_t barrier MEGAMOE_SITE);
 
 // Tensor memory. One whole warp of each CTA allocates, stores the address to shared memory, frees.
 template <int kCtas>
@@ -97,6 +101,9 @@ MEGAMOE_GPU_FN void tensor_fence_after(MEGAMOE_SITE_ONLY);
 // Lane 4 g + t of the warp gets, for half h, r in 0..1 and i in 0..3: at 8 h + 4 r + i, row
 // 16 r + g + 8 (i / 2), column 8 h + 2 t + i % 2.
 MEGAMOE_GPU_FN void tensor_load_32x16(uint32_t from, float (&out)[16] MEGAMOE_SITE);
+// A warp stores what tensor_load_32x16 would give it; it is there when the function returns. All
+// lanes. The kernel does not use it.
+MEGAMOE_GPU_FN void tensor_store_32x16(uint32_t to, const float (&values)[16] MEGAMOE_SITE);
 
 // A warpgroup's registers per thread; all of its warps.
 template <int kRegisters>
