@@ -5,10 +5,10 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #include "megamoe/impl/sm90_shared.hpp"
@@ -94,6 +94,7 @@ inline bool fits(const Sm100Choice& tiling, const MoEShape& layer) {
 template <class Tiling>
 std::vector<ForTokens<Tiling>> fitting(std::span<const ForTokens<Tiling>> all, const MoEShape& layer) {
   std::vector<ForTokens<Tiling>> found;
+  if (layer.hidden % 128 || layer.intermediate % 128) return found;  // as problem_error has it
   for (const ForTokens<Tiling>& row : all) {
     if (fits(row.tiling, layer) && (found.empty() || found.back().most < row.most)) {
       found.push_back(row);
@@ -102,9 +103,12 @@ std::vector<ForTokens<Tiling>> fitting(std::span<const ForTokens<Tiling>> all, c
   return found;
 }
 
-// The tiling for tokens of all ranks, spread evenly over all experts; `fitting` is not empty.
+// The tiling for tokens of all ranks, spread evenly over all experts.
 template <class Tiling>
 Tiling chosen(const std::vector<ForTokens<Tiling>>& fitting, const MoEShape& layer, int64_t tokens) {
+  if (fitting.empty()) {
+    throw std::invalid_argument("hidden and intermediate are no multiples of 128: no tiling fits");
+  }
   const double per_expert = static_cast<double>(tokens) * layer.num_topk / layer.num_experts;
   for (const ForTokens<Tiling>& row : fitting) {
     if (per_expert <= row.most) return row.tiling;
@@ -128,11 +132,19 @@ inline int wave_blocks(int most, int l1_tasks, int num_ctas) {
   return best;
 }
 
+// Before anything is divided by them.
+template <class... Sizes>
+void require_positive(Sizes... sizes) {
+  if (((sizes < 1) || ...)) throw std::invalid_argument("a size of a layer or tiling is not positive");
+}
+
 // The layer's part of one rank; num_ctas: of a launch on the GPU that the kernel is meant for, on
 // others it is right too.
 template <class Format>
 Problem problem_of(const MoEShape& layer, int num_ranks, int num_shared, int ring_rows,
                    int block_rows, int weight_rows, int num_ctas) {
+  require_positive(layer.num_experts, layer.num_topk, layer.hidden, layer.intermediate, num_ranks,
+                   block_rows, weight_rows);
   Problem problem{num_ranks, layer.num_experts / num_ranks, num_shared, layer.num_topk,
                   layer.hidden, layer.intermediate, ring_rows, block_rows, 0, weight_rows};
   problem.wave_blocks =

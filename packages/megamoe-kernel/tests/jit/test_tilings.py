@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,6 +121,22 @@ def test_a_small_ring_holds_two_waves(arch: str) -> None:
         numbers = constants(source(arch, PRO, tiling, ring_rows=1024).function, "StaticShape")
         block = -(-tiling.block_rows // 128) * 128 if arch == "sm_100a" else tiling.block_rows
         assert 1 <= numbers[8] <= 1024 // block // 2
+
+
+@by_kernel
+def test_sizes_that_no_kernel_has_are_refused(arch: str) -> None:
+    kernel = KERNELS[arch]
+    tiling = kernel.all_tilings()[0]
+    for shape in (MoEShape(8, 2, 100, 128), MoEShape(8, 2, 128, 64)):
+        with pytest.raises(ValueError, match="no tiling fits"):
+            kernel.tiling_for(shape, 5)
+    for wrong in (replace(tiling, block_rows=0), replace(tiling, tiles=0), replace(tiling, ctas=0)):
+        with pytest.raises(ValueError, match="not positive"):
+            source(arch, PRO, wrong)
+    with pytest.raises(ValueError, match="not positive"):
+        source(arch, MoEShape(8, 0, 128, 128), tiling)
+    with pytest.raises(TypeError):
+        source(arch, PRO, replace(tiling, block_rows=2**40))
 
 
 @by_kernel
