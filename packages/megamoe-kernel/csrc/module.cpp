@@ -91,7 +91,7 @@ void define_tilings(py::module_& module, const std::string& arch,
   define("_constants", [](const Ints<Tiling>& numbers, const Ints<MoEShape>& layer, int num_ranks,
                           int num_shared, int ring_rows) {
     const Tiling tiling = std::bit_cast<Tiling>(numbers);
-    require_positive(tiling.ctas);
+    require(tiling.ctas == 1 || tiling.ctas == 2, "a cluster has one CTA or two");
     const Problem problem =
         problem_of<Format>(std::bit_cast<MoEShape>(layer), num_ranks, num_shared, ring_rows,
                            tiling.block_rows, tiling.weight_rows(), Tiling::kMultiprocessors);

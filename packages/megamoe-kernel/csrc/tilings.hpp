@@ -9,12 +9,18 @@
 #include <limits>
 #include <span>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "megamoe/impl/sm90_shared.hpp"
 #include "megamoe/stages/sm100_sizes.hpp"
 
 namespace megamoe {
+
+// Kernels that cannot be are refused here, before anything is divided by their sizes.
+inline void require(bool holds, const std::string& what) {
+  if (!holds) throw std::invalid_argument("no kernel is for these sizes: " + what);
+}
 
 // MoEShape of models.py.
 struct MoEShape {
@@ -106,9 +112,7 @@ std::vector<ForTokens<Tiling>> fitting(std::span<const ForTokens<Tiling>> all, c
 // The tiling for tokens of all ranks, spread evenly over all experts.
 template <class Tiling>
 Tiling chosen(const std::vector<ForTokens<Tiling>>& fitting, const MoEShape& layer, int64_t tokens) {
-  if (fitting.empty()) {
-    throw std::invalid_argument("hidden and intermediate are no multiples of 128: no tiling fits");
-  }
+  require(!fitting.empty(), "hidden and intermediate are multiples of 128");
   const double per_expert = static_cast<double>(tokens) * layer.num_topk / layer.num_experts;
   for (const ForTokens<Tiling>& row : fitting) {
     if (per_expert <= row.most) return row.tiling;
@@ -132,31 +136,28 @@ inline int wave_blocks(int most, int l1_tasks, int num_ctas) {
   return best;
 }
 
-// Before anything is divided by them.
-template <class... Sizes>
-void require_positive(Sizes... sizes) {
-  if (((sizes < 1) || ...)) throw std::invalid_argument("a size of a layer or tiling is not positive");
-}
-
 // The layer's part of one rank; num_ctas: of a launch on the GPU that the kernel is meant for, on
 // others it is right too.
 template <class Format>
 Problem problem_of(const MoEShape& layer, int num_ranks, int num_shared, int ring_rows,
                    int block_rows, int weight_rows, int num_ctas) {
-  require_positive(layer.num_experts, layer.num_topk, layer.hidden, layer.intermediate, num_ranks,
-                   block_rows, weight_rows);
+  require(layer.num_experts > 0 && num_ranks > 0 && block_rows > 0 && weight_rows > 0,
+          "experts, ranks and a tiling's rows are positive");
   Problem problem{num_ranks, layer.num_experts / num_ranks, num_shared, layer.num_topk,
                   layer.hidden, layer.intermediate, ring_rows, block_rows, 0, weight_rows};
   problem.wave_blocks =
       wave_blocks(ring_blocks<Format>(problem) / 2, l1_tasks(problem), num_ctas);
+  const char* error = problem_error<Format>(problem);
+  require(!error, error ? error : "");
   return problem;
 }
 
-// The most stages, up to `most`, of which bytes(stages) fit into shared memory.
+// The most stages, up to `most`, of which bytes(stages) fit into shared memory; two at least.
 template <class Bytes>
 int stages_that_fit(int most, Bytes bytes) {
   int stages = most;
-  while (stages > 0 && bytes(stages) > kMostShared) --stages;
+  while (stages > 1 && bytes(stages) > kMostShared) --stages;
+  require(stages > 1, "so many experts, or so large a tiling, leave no shared memory for stages");
   return stages;
 }
 inline int stages_of(const Sm90Choice& tiling, const Problem& problem) {

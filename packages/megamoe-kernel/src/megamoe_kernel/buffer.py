@@ -14,6 +14,7 @@ from .buffer_layout import BufferLayout, Field
 from .buffer_sizes import (
     LARGEST_TILE,
     MOST_EXPERTS,
+    MOST_TOKENS,
     check_num_ranks,
     check_width,
     layer_layout,
@@ -227,9 +228,14 @@ def get_symm_buffer_for_nvfp4_mega_moe(
             f"num_topk is {num_topk}, expected 1 to 32 and at most {num_experts} experts"
         )
     if ring_rows is not None and (
-        not is_integer(ring_rows) or ring_rows < 1 or ring_rows % LARGEST_TILE
+        not is_integer(ring_rows)
+        or not 2 * LARGEST_TILE <= ring_rows <= MOST_TOKENS
+        or ring_rows % LARGEST_TILE
     ):
-        raise ShapeError(f"ring_rows is {ring_rows}, expected a multiple of {LARGEST_TILE}")
+        raise ShapeError(
+            f"ring_rows is {ring_rows}, expected a multiple of {LARGEST_TILE} from "
+            f"{2 * LARGEST_TILE} to {MOST_TOKENS}"
+        )
     shape = MoEShape(num_experts, num_topk, hidden, intermediate)
     layout = layer_layout(shape, activation, num_ranks, num_max_tokens_per_rank, ring_rows)
     device = _checked_device(device)

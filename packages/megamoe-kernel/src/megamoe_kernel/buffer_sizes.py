@@ -34,8 +34,8 @@ def layer_layout(
     """Lay out one rank's buffer.
 
     max_tokens: a rank's tokens at most. ring_rows: tokens of all ranks that the ring holds at a
-    time, a multiple of 256; None: all that may come, every expert's tile padded, but at most
-    32768. Raises ShapeError.
+    time, a multiple of 256 from 512 on; None: all that may come, every expert's tile padded, but at
+    most 32768. Raises ShapeError.
     """
     if not is_integer(max_tokens) or not 1 <= max_tokens <= MOST_TOKENS:
         raise ShapeError(

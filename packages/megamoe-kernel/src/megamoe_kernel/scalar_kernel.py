@@ -21,7 +21,7 @@ from .jit.driver import LoadedKernel
 from .jit.targets import TARGETS, Target, target_for
 from .launch import WAIT_LIMIT, clamp, rank_buffers, rank_buffers_type, typed
 from .models import MoEShape, local_experts
-from .native import require_extension
+from .native import choosing
 from .reference import Activation, required_input_scale
 
 BLOCK_ROWS = 16
@@ -58,10 +58,10 @@ def scalar_source(
 ) -> KernelSource:
     """The kernel for one layer's sizes; without a shared expert."""
     local_experts(shape.num_experts, num_ranks)
-    require_extension()
-    sizes = native.extension.scalar_constants(
-        astuple(shape), num_ranks, ring_rows, activation == "nvfp4", BLOCK_ROWS, WEIGHT_ROWS
-    )
+    with choosing():
+        sizes = native.extension.scalar_constants(
+            astuple(shape), num_ranks, ring_rows, activation == "nvfp4", BLOCK_ROWS, WEIGHT_ROWS
+        )
     form = "Nvfp4" if activation == "nvfp4" else "Bf16"
     return KernelSource(
         name="scalar_layer",

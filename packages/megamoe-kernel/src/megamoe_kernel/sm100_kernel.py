@@ -30,7 +30,7 @@ from .launch import (
     typed,
 )
 from .models import MoEShape, local_experts
-from .native import require_extension
+from .native import choosing
 from .reference import required_input_scale
 from .weights import MegaMoEWeights
 
@@ -54,28 +54,28 @@ class Tiling:
 @cache
 def all_tilings() -> tuple[Tiling, ...]:
     """Every tiling but pairs, for ever more tokens."""
-    require_extension()
-    return tuple(Tiling(*row) for row in native.extension.sm100_tilings())
+    with choosing():
+        return tuple(Tiling(*row) for row in native.extension.sm100_tilings())
 
 
 @cache
 def pair_tilings() -> tuple[Tiling, ...]:
     """Pairs of CTAs. Only by ``tiling=``, until a GPU has said if they are right and faster."""
-    require_extension()
-    return tuple(Tiling(*row) for row in native.extension.sm100_pairs())
+    with choosing():
+        return tuple(Tiling(*row) for row in native.extension.sm100_pairs())
 
 
 def tilings_of(shape: MoEShape) -> list[Tiling]:
     """Those whose tasks divide the layer's rows, for ever more tokens; the widest of its kind."""
-    require_extension()
-    return [Tiling(*row) for row in native.extension.sm100_fitting(astuple(shape))]
+    with choosing():
+        return [Tiling(*row) for row in native.extension.sm100_fitting(astuple(shape))]
 
 
 @cache
 def tiling_for(shape: MoEShape, tokens: int) -> Tiling:
     """The tiling for a call: tokens of all ranks, spread evenly over all experts."""
-    require_extension()
-    return Tiling(*native.extension.sm100_tiling_for(astuple(shape), tokens))
+    with choosing():
+        return Tiling(*native.extension.sm100_tiling_for(astuple(shape), tokens))
 
 
 def sm100_sources(shape: MoEShape, num_ranks: int, ring_rows: int) -> list[KernelSource]:
@@ -88,10 +88,10 @@ def sm100_source(
 ) -> KernelSource:
     """The kernel for one layer's sizes and a tiling."""
     local_experts(shape.num_experts, num_ranks)
-    require_extension()
-    tile, sizes, threads = native.extension.sm100_constants(
-        astuple(tiling), astuple(shape), num_ranks, num_shared, ring_rows
-    )
+    with choosing():
+        tile, sizes, threads = native.extension.sm100_constants(
+            astuple(tiling), astuple(shape), num_ranks, num_shared, ring_rows
+        )
     types = f"{typed('Sm100Tiling', tile)}, {typed('StaticShape', sizes)}"
     return KernelSource(
         name="sm100_layer",

@@ -27,7 +27,7 @@ from .launch import (
     typed,
 )
 from .models import MoEShape, local_experts
-from .native import require_extension
+from .native import choosing
 from .weights import MegaMoEWeights
 
 TARGET: Target = "sm_90a"
@@ -51,21 +51,21 @@ class Tiling:
 @cache
 def all_tilings() -> tuple[Tiling, ...]:
     """Every tiling, for ever more tokens."""
-    require_extension()
-    return tuple(Tiling(*row) for row in native.extension.sm90_tilings())
+    with choosing():
+        return tuple(Tiling(*row) for row in native.extension.sm90_tilings())
 
 
 def tilings_of(shape: MoEShape) -> list[Tiling]:
     """Those whose tasks and stages divide the layer, for ever more tokens."""
-    require_extension()
-    return [Tiling(*row) for row in native.extension.sm90_fitting(astuple(shape))]
+    with choosing():
+        return [Tiling(*row) for row in native.extension.sm90_fitting(astuple(shape))]
 
 
 @cache
 def tiling_for(shape: MoEShape, tokens: int) -> Tiling:
     """The tiling for a call: tokens of all ranks, spread evenly over all experts."""
-    require_extension()
-    return Tiling(*native.extension.sm90_tiling_for(astuple(shape), tokens))
+    with choosing():
+        return Tiling(*native.extension.sm90_tiling_for(astuple(shape), tokens))
 
 
 def sm90_sources(shape: MoEShape, num_ranks: int, ring_rows: int) -> list[KernelSource]:
@@ -78,10 +78,10 @@ def sm90_source(
 ) -> KernelSource:
     """The kernel for one layer's sizes and a tiling."""
     local_experts(shape.num_experts, num_ranks)
-    require_extension()
-    tile, sizes, threads = native.extension.sm90_constants(
-        astuple(tiling), astuple(shape), num_ranks, num_shared, ring_rows
-    )
+    with choosing():
+        tile, sizes, threads = native.extension.sm90_constants(
+            astuple(tiling), astuple(shape), num_ranks, num_shared, ring_rows
+        )
     types = f"{typed('Sm90Tiling', tile)}, {typed('StaticShape', sizes)}"
     return KernelSource(
         name="sm90_layer",

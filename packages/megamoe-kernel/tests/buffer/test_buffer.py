@@ -131,7 +131,7 @@ def test_the_ring_holds_all_or_a_limit() -> None:
     assert few.rows == 8 * 8 * 6 + 48 * 256 + 128  # rounded up to whole tiles of 256
     assert many.rows == 32768
     assert _buffer(ring_rows=512).layout.fields["ring_x"].rows == 512
-    for wrong in (0, 100, -256):
+    for wrong in (0, 100, -256, 256, 2**21, 2**40):
         with pytest.raises(ShapeError, match=f"ring_rows is {wrong}, expected a multiple of 256"):
             _buffer(ring_rows=wrong)
 

@@ -478,3 +478,14 @@ def test_the_other_cta_s_own_copy_to_the_same_place_is_refused(run: Run, seed: i
         r"(whose content nobody has used|without waiting for rank 0 CTA \d warp 0)",
         run(in_turn(racing, ctas=2), seed=seed, ctas=2).message,
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stage_is_used_before_it_is_filled_again(run: Run, seed: int) -> None:
+    again = [*FILL, step("fill", 1, BOX_AT + BOX_BYTES)]
+    match(
+        "rank 0 CTA 0 warp 0 copies to a stage whose content nobody has used",
+        run(in_turn({0: again}), seed=seed).message,
+    )
+    used = [*FILL, *MULTIPLY, *COMMIT, step("fill", 2, BOX_AT + BOX_BYTES)]
+    assert run(in_turn({0: used}), seed=seed).message == ""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from megamoe_kernel import CompileError
 from megamoe_kernel.jit.nvrtc import find_nvrtc
 from megamoe_kernel.kernels import kernels_of
 from megamoe_kernel.models import MODELS, MoEShape
@@ -31,3 +34,10 @@ def test_a_shared_expert_and_several_ranks_compile() -> None:
     for num_ranks in (1, 2):
         source = sm90_source(shape, num_ranks, 512, all_tilings()[0], num_shared=1)
         assert find_nvrtc().compile(source.name, source.text, "sm_90a", ())
+
+
+def test_registers_that_nobody_gives_up_do_not_compile() -> None:
+    for change in ({"consumer_registers": 112}, {"producer_registers": 72}):
+        source = sm90_source(PRO, 8, 32768, replace(all_tilings()[2], **change))
+        with pytest.raises(CompileError, match="producer_registers"):
+            find_nvrtc().compile(source.name, source.text, "sm_90a", ())

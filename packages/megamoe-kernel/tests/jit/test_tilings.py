@@ -8,11 +8,21 @@ from typing import Any
 
 import pytest
 
-from megamoe_kernel import BackendError, CompileError, native, sm90_kernel, sm100_kernel
+from megamoe_kernel import (
+    BackendError,
+    CompileError,
+    ShapeError,
+    native,
+    sm90_kernel,
+    sm100_kernel,
+)
 from megamoe_kernel.buffer_sizes import MOST_RING_ROWS
 from megamoe_kernel.jit.compile import KernelSource
 from megamoe_kernel.jit.nvrtc import Nvrtc
+from megamoe_kernel.kernels import kernels_of
 from megamoe_kernel.models import MODELS, MoEShape
+from megamoe_kernel.reference import Activation
+from megamoe_kernel.scalar_kernel import scalar_source
 from megamoe_kernel.sm90_kernel import sm90_source
 from megamoe_kernel.sm100_kernel import pair_tilings, sm100_source
 
@@ -22,6 +32,7 @@ PRO, FLASH = MODELS["deepseek-v4-pro"], MODELS["deepseek-v4-flash"]
 TINY = MoEShape(8, 2, 512, 256)
 SHAPES = {"pro": PRO, "flash": FLASH, "tiny": TINY}
 KERNELS: dict[str, Any] = {"sm_90a": sm90_kernel, "sm_100a": sm100_kernel}
+SOURCES: dict[str, Any] = {"sm_90a": sm90_source, "sm_100a": sm100_source}
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}  # of an H200, of a B200
 by_kernel = pytest.mark.parametrize("arch", KERNELS)
 by_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -30,8 +41,8 @@ by_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def source(
     arch: str, shape: MoEShape, tiling: Any, ring_rows: int = MOST_RING_ROWS
 ) -> KernelSource:
-    make = {"sm_90a": sm90_source, "sm_100a": sm100_source}[arch]
-    return make(shape, 8, ring_rows, tiling)
+    made: KernelSource = SOURCES[arch](shape, 8, ring_rows, tiling)
+    return made
 
 
 def constants(function: str, template: str) -> list[int]:
@@ -71,6 +82,7 @@ def test_no_layer_is_left_without_a_tiling(arch: str) -> None:
             assert KERNELS[arch].tiling_for(shape, 100_000) == tilings[-1]
             for tiling in tilings:
                 rows = constants(source(arch, shape, tiling).function, "StaticShape")[-1]
+                rows *= tiling.ctas
                 assert hidden % rows == 2 * intermediate % rows == 0
 
 
@@ -128,15 +140,62 @@ def test_sizes_that_no_kernel_has_are_refused(arch: str) -> None:
     kernel = KERNELS[arch]
     tiling = kernel.all_tilings()[0]
     for shape in (MoEShape(8, 2, 100, 128), MoEShape(8, 2, 128, 64)):
-        with pytest.raises(ValueError, match="no tiling fits"):
+        assert kernel.tilings_of(shape) == []
+        with pytest.raises(ShapeError, match="multiples of 128"):
             kernel.tiling_for(shape, 5)
-    for wrong in (replace(tiling, block_rows=0), replace(tiling, tiles=0), replace(tiling, ctas=0)):
-        with pytest.raises(ValueError, match="not positive"):
-            source(arch, PRO, wrong)
-    with pytest.raises(ValueError, match="not positive"):
-        source(arch, MoEShape(8, 0, 128, 128), tiling)
-    with pytest.raises(TypeError):
-        source(arch, PRO, replace(tiling, block_rows=2**40))
+    for change in ({"block_rows": 0}, {"tiles": 0}, {"block_rows": -16}, {"tiles": 1 << 25}):
+        with pytest.raises(ShapeError, match="no kernel is for these sizes"):
+            source(arch, PRO, replace(tiling, **change))
+    for ctas in (-1, 0, 3):
+        with pytest.raises(ShapeError, match="one CTA or two"):
+            source(arch, PRO, replace(tiling, ctas=ctas))
+    for wrong in (replace(PRO, num_experts=0), replace(PRO, num_topk=0), replace(PRO, hidden=100)):
+        with pytest.raises(ShapeError, match="no kernel is for these sizes"):
+            source(arch, wrong, tiling)
+    for ring_rows in (-1, 0, 16):
+        with pytest.raises(ShapeError, match="two waves of blocks"):
+            source(arch, PRO, tiling, ring_rows)
+    with pytest.raises(ShapeError, match="at most one shared expert"):
+        SOURCES[arch](PRO, 8, MOST_RING_ROWS, tiling, 2)
+    many = MoEShape(8192, 32, 7168, 3072)
+    with pytest.raises(ShapeError, match="no shared memory for stages"):
+        source(arch, many, kernel.tilings_of(many)[-1])
+
+
+@by_kernel
+def test_every_number_of_a_kernel(arch: str) -> None:
+    """But for stages, waves and sm_100a's warps and registers they are the tiling's and layer's."""
+    for tiling in every_tiling(arch):
+        made = SOURCES[arch](PRO, 8, 4096, tiling, 1)
+        tile = constants(made.function, "Sm90Tiling" if arch == "sm_90a" else "Sm100Tiling")
+        shape = constants(made.function, "StaticShape")
+        if arch == "sm_90a":
+            threads = 128 * (1 + tiling.groups * tiling.split)
+            rows = 64 * tiling.groups * tiling.tiles
+            own = (
+                tiling.groups, tiling.split, tiling.tiles, tiling.narrow or tiling.block_rows,
+                tile[4], tiling.producer_registers, tiling.consumer_registers, tiling.ctas,
+            )  # fmt: skip
+        else:
+            threads, rows = 512, 128 * tiling.tiles
+            own = (tiling.block_rows, tiling.tiles, tile[2], 5, 2, tiling.ctas, 80, 176)
+        assert tile == list(own)
+        assert made.threads == threads
+        assert shape == [8, 48, 1, 6, 7168, 3072, 4096, tiling.block_rows, shape[8], rows]
+
+
+def test_every_tiling_of_a_layer_is_among_its_kernels() -> None:
+    for arch, target in (("sm_90a", "sm_90a"), ("sm_100a", "sm_100a")):
+        functions = [made.function for made in kernels_of(PRO, 8, target)]  # type: ignore[arg-type]
+        for tiling in KERNELS[arch].tilings_of(PRO):
+            assert source(arch, PRO, tiling).function in functions
+
+
+@pytest.mark.parametrize(("activation", "wave"), [("nvfp4", 2), ("bf16", 16)])
+def test_the_scalar_kernel(activation: Activation, wave: int) -> None:
+    """A block of 16 tokens takes 128 rows of the ring where it has block scales, else 16."""
+    function = scalar_source(TINY, activation, 2, 512).function
+    assert constants(function, "StaticShape") == [2, 4, 0, 2, 512, 256, 512, 16, wave, 128]
 
 
 @by_kernel

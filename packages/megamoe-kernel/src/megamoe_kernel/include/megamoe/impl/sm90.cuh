@@ -163,7 +163,14 @@ __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   static_assert(Shape::weight_rows == Tiling::weight_rows);
   static_assert(shares_out(Shape{}, Tiling::ctas));
   constexpr Sm90Shared kAt = sm90_shared(Shape{}, Tiling::split, Tiling::stages);
-  static_assert(kAt.bytes <= kMostShared);
+  static_assert(kAt.bytes <= kMostShared && kAt.tile_at % 128 == 0);
+  static_assert(Stages<Tiling, Shape>::kBarriersAt + 16 * Tiling::stages <= kAt.tile_at);
+  static_assert(kAt.handoff_at + 2 * 8 <= kAt.plan_at);
+  // setmaxnreg waits without a limit for what others do not give up.
+  constexpr int kThreads = kWarpgroup * (1 + Tiling::warpgroups);
+  static_assert(kWarpgroup * (Tiling::producer_registers +
+                              Tiling::warpgroups * Tiling::consumer_registers) <=
+                kThreads * (65536 / kThreads / 8 * 8));
   extern __shared__ __align__(1024) uint8_t shared[];
   constexpr Shape shape{};
   constexpr int kConsumers = Tiling::warpgroups * kWarpgroup;

@@ -69,6 +69,7 @@ struct Sm100Stages {
   // The word that says where tensor memory begins.
   static constexpr int kTensorAt = kBarriersAt + 8 * sm100_barriers(Tiling::stages);
   static constexpr int kBytes = sm100_ring_bytes(Tiling::stages, kStage);
+  static_assert(kBarriersAt + 16 * (Tiling::stages + 2) <= kTensorAt && kTensorAt + 4 <= kBytes);
 
   uint8_t* base;
 
