@@ -33,7 +33,7 @@ inline std::string source_conflict(const Piece& piece, int agent, const Clock& k
         world.memory.shadow(spot).read(spot.offset + 4 * word, 4, agent, known, false);
     garbage[word] = found.conflict == Shadow::Conflict::kNeverWritten;
     if (found.conflict == Shadow::Conflict::kUnseenWrite) {
-      return world.describe(found, " copies ", agent, spot);
+      return world.describe(found, " copies ", agent, world.memory.name(spot));
     }
   }
   return "";

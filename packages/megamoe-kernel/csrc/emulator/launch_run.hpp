@@ -32,6 +32,7 @@ class LaunchRunner {
       Cta& at = ctas_[static_cast<size_t>(cta)];
       at.warps.resize(Warps::count);
       emulation_.add_cta(static_cast<size_t>(Sm100Shared<Tiling, Problem>::bytes(run.problem)));
+      Sm100Kernel<Tiling>::watch_tile(at, emulation_.cta(cta), run.problem);
       for (int thread = 0; thread < Warps::threads; ++thread) {
         const int self = cta * Warps::threads + thread;
         emulation_.add_thread(0, cta, thread);

@@ -94,6 +94,7 @@ namespace megamoe::emulator {
   X(kTokensSwapped, "two tokens swapped")                                         \
   X(kOutputsSwapped, "two outputs swapped")                                       \
   X(kStaleRead, "registers used before the load has come")                        \
+  X(kTileUnmet, "the epilogue's warps do not meet before its tile is stored")     \
   X(kEpilogueSkipsTokens, "epilogue does not wait for the tokens of its block")    \
   X(kEpilogueSkipsHidden, "epilogue does not wait for the intermediate of its block") \
   X(kCopySkipsTokens, "copies do not wait for the tokens of their block")         \

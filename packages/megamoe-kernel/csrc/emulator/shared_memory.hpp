@@ -1,7 +1,7 @@
 // A CTA's shared memory as the copy engine and the tensor cores see it.
 //
-// Bytes are real: ordinary accesses of the kernel go to them directly and are not watched. What
-// asynchronous operations write and read is: each 4 bytes have a state, each 16 the clocks of the
+// Bytes are real: ordinary accesses of the kernel go to them directly; those of the epilogues' tile
+// are watched by its machine (host/machine.hpp). What asynchronous operations write and read is too: each 4 bytes have a state, each 16 the clocks of the
 // last accesses (host/clocks.hpp). A copy's target counts as written by the thread that began it,
 // at the time it did, so whoever did not wait for it does not know of it, however early it came.
 #pragma once

@@ -21,6 +21,7 @@ inline Mutant chosen_mutant = Mutant::kNone;  // for the runs that follow
 template <class Tiling>
 class Sm100Kernel {
  public:
+  using Shared = Sm100Shared<Tiling, Problem>;
   static constexpr int kCtaThreads = Sm100Warps<Tiling>::threads, kEngines = 1;
 
   Sm100Kernel(const LayerRun& run, World& world, const RankBuffers& buffers)
@@ -35,8 +36,14 @@ class Sm100Kernel {
     }
   }
 
-  void add_cta(Cta&, int, int) {
-    emulation_.add_cta(static_cast<size_t>(Sm100Shared<Tiling, Problem>::bytes(p_)));
+  void add_cta(Cta& cta, int rank, int index) {
+    emulation_.add_cta(static_cast<size_t>(Shared::bytes(p_)));
+    watch_tile(cta, emulation_.cta(rank * run_.num_ctas + index), p_);
+  }
+  static void watch_tile(Cta& cta, CtaState& at, const Problem& p) {
+    const int begin = Shared::tile_at(), end = Shared::words_at(p);
+    cta.watched.watch(at.shared.base() + begin, static_cast<size_t>(end - begin),
+                      emulation->world.num_agents());
   }
   void add_thread(int, int rank, int cta, int thread) { emulation_.add_thread(rank, cta, thread); }
 
@@ -47,8 +54,8 @@ class Sm100Kernel {
   }
 
   // All threads have ended: what is left over is a mistake.
-  void end_launch(Cta&, int rank, int cta) {
-    CtaState& at = emulation_.cta(rank * run_.num_ctas + cta);
+  void end_launch(Cta& cta, int rank, int index) {
+    CtaState& at = emulation_.cta(rank * run_.num_ctas + index);
     host::Crew& crew = emulation_.world.crew;
     if (at.tensor.any_allocated()) crew.note("a CTA ends and has not freed tensor memory");
     if (!(at.copies.empty() && at.products.empty())) {
@@ -63,6 +70,7 @@ class Sm100Kernel {
     at.may_allocate = true;
     at.visitors = {};
     at.shared.clear();
+    watch_tile(cta, at, p_);
   }
   bool complete_one() { return emulation_.complete_one(); }
 

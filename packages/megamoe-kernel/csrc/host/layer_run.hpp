@@ -52,12 +52,13 @@ class ScalarKernel {
  public:
   static constexpr int kCtaThreads = kThreads, kEngines = 0;
 
-  ScalarKernel(const LayerRun& run, World&, const RankBuffers& buffers)
-      : run_(run), p_(run.problem), buffers_(buffers) {}
+  ScalarKernel(const LayerRun& run, World& world, const RankBuffers& buffers)
+      : run_(run), p_(run.problem), buffers_(buffers), num_agents_(world.num_agents()) {}
 
-  void add_cta(Cta& cta, int, int) {
+  void add_cta(Cta& cta, int rank, int index) {
     cta.words.resize(static_cast<size_t>(shared_words(p_)));
     cta.tile.resize(static_cast<size_t>(shared_tile_bytes<Format>(p_)) / sizeof(Chunk) + 1);
+    end_launch(cta, rank, index);
   }
   void add_thread(int, int, int, int) {}
 
@@ -70,6 +71,8 @@ class ScalarKernel {
   void end_launch(Cta& cta, int, int) {
     std::memset(cta.words.data(), 0xA5, cta.words.size() * 4);
     std::memset(cta.tile.data(), 0xA5, cta.tile.size() * sizeof(Chunk));
+    cta.watched.watch(reinterpret_cast<const uint8_t*>(cta.tile.data()),
+                      cta.tile.size() * sizeof(Chunk), num_agents_);
   }
   bool complete_one() { return false; }
 
@@ -90,6 +93,7 @@ class ScalarKernel {
   const LayerRun& run_;
   const Problem& p_;
   const RankBuffers& buffers_;
+  const int num_agents_;
 };
 
 template <class Format, class Kernel = ScalarKernel<Format>>
@@ -223,7 +227,7 @@ class LayerRunner {
     const Shadow::Found found = world_.memory.shadow(spot).write(spot.offset, bytes, agent,
                                                                  world_.clocks.of(agent), false);
     if (found.conflict != Shadow::Conflict::kNone) {
-      world_.crew.note(world_.describe(found, " overwrites ", agent, spot));
+      world_.crew.note(world_.describe(found, " overwrites ", agent, world_.memory.name(spot)));
     }
   }
 

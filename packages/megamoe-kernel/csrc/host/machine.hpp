@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstring>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -34,11 +35,32 @@ struct NamedBarrier {
   std::vector<int> agents;
 };
 
+// The epilogues' tile, watched byte by byte: to the shadow each is a word.
+struct WatchedTile {
+  const uint8_t* base = nullptr;
+  size_t bytes = 0;
+  std::optional<Shadow> shadow;
+
+  // What it held is forgotten.
+  void watch(const uint8_t* at, size_t size, int num_agents) {
+    base = at, bytes = size;
+    shadow.emplace(4 * size, num_agents);
+  }
+  bool has(const void* at, size_t size) const {
+    const auto* byte = static_cast<const uint8_t*>(at);
+    return byte >= base && byte + size <= base + bytes;
+  }
+  size_t offset(const void* at) const {
+    return 4 * static_cast<size_t>(static_cast<const uint8_t*>(at) - base);
+  }
+};
+
 struct Cta {
   std::array<NamedBarrier, 16> barriers;
   std::vector<Warp> warps;
   std::vector<uint32_t> words;  // shared memory: see impl/shared_memory.hpp
   std::vector<Chunk> tile;
+  WatchedTile watched;
 };
 
 // What all threads of a run share.
@@ -90,8 +112,8 @@ struct World {
     return text.str();
   }
   std::string describe(const Shadow::Found& found, const char* access, int agent,
-                       const Spot& spot) const {
-    const std::string begin = who(agent) + access + memory.name(spot);
+                       const std::string& what) const {
+    const std::string begin = who(agent) + access + what;
     switch (found.conflict) {
       case Shadow::Conflict::kNeverWritten: return begin + ", which nobody has written";
       case Shadow::Conflict::kUnseenWrite:
@@ -140,6 +162,18 @@ class HostMachine {
     check_write(spot, sizeof(T), false);
     if (hit(Fault::kDropStore, spot)) return;
     world_.memory.store(rank_, cta_idx_, spot, to, &value, sizeof(T));
+  }
+
+  template <class T>
+  T load_tile(const T* from, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    check_tile(&Shadow::read, from, sizeof(T), " reads ", file, line);
+    return *from;
+  }
+  template <class T>
+  void store_tile(T* to, T value, const char* file = __builtin_FILE(),
+                  int line = __builtin_LINE()) {
+    check_tile(&Shadow::write, to, sizeof(T), " overwrites ", file, line);
+    *to = value;
   }
 
   uint32_t add(uint32_t* to, uint32_t value) {
@@ -260,7 +294,7 @@ class HostMachine {
     Shadow& shadow = world_.memory.shadow(spot);
     const Shadow::Found found = shadow.read(spot.offset, bytes, agent_, clock, atomic);
     if (found.conflict != Shadow::Conflict::kNone) {
-      world_.crew.stop(self_, world_.describe(found, " reads ", agent_, spot));
+      world_.crew.stop(self_, world_.describe(found, " reads ", agent_, world_.memory.name(spot)));
     }
   }
   void check_write(const Spot& spot, size_t bytes, bool atomic) {
@@ -268,7 +302,23 @@ class HostMachine {
     Shadow& shadow = world_.memory.shadow(spot);
     const Shadow::Found found = shadow.write(spot.offset, bytes, agent_, clock, atomic);
     if (found.conflict != Shadow::Conflict::kNone) {
-      world_.crew.stop(self_, world_.describe(found, " overwrites ", agent_, spot));
+      world_.crew.stop(self_, world_.describe(found, " overwrites ", agent_, world_.memory.name(spot)));
+    }
+  }
+
+  template <class Access>
+  void check_tile(Access access, const void* at, size_t bytes, const char* does, const char* file,
+                  int line) {
+    WatchedTile& tile = cta_.watched;
+    const auto where = [&] {
+      const std::string path = file;
+      return " (" + path.substr(path.rfind('/') + 1) + ":" + std::to_string(line) + ")";
+    };
+    if (!tile.has(at, bytes)) stop(does + std::string("what is not in the tile") + where());
+    const Shadow::Found found = (*tile.shadow.*access)(tile.offset(at), 4 * bytes, agent_,
+                                                       world_.clocks.of(agent_), false);
+    if (found.conflict != Shadow::Conflict::kNone) {
+      world_.crew.stop(self_, world_.describe(found, does, agent_, "the tile") + where());
     }
   }
 
@@ -283,7 +333,7 @@ class HostMachine {
     return warp.result[static_cast<size_t>(round % 2)];
   }
 
-  [[noreturn]] void stop(const char* what) {
+  [[noreturn]] void stop(const std::string& what) {
     world_.crew.stop(self_, world_.who(agent_) + " " + what);
   }
 

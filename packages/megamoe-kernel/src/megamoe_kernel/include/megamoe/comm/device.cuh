@@ -32,6 +32,15 @@ class Device {
     *to = value;
   }
 
+  template <class T>
+  __device__ __forceinline__ T load_tile(const T* from) {
+    return *from;
+  }
+  template <class T>
+  __device__ __forceinline__ void store_tile(T* to, T value) {
+    *to = value;
+  }
+
   __device__ __forceinline__ uint32_t add(uint32_t* to, uint32_t value) {
     uint32_t before;  // a generic address: shared memory too
     asm volatile("atom.relaxed.gpu.add.u32 %0, [%1], %2;"

@@ -34,12 +34,15 @@ concept Machine = requires(M m, const M c, uint32_t* word, uint32_t value, Chunk
   { c.num_ctas() } -> Is<int>;
   { c.thread_idx() } -> Is<int>;
 
-  // Plain accesses, naturally aligned, of this rank's memory or a peer's; shared memory is
-  // dereferenced directly.
+  // Plain accesses, naturally aligned, of this rank's memory or a peer's.
   { m.load(word) } -> Is<uint32_t>;
   { m.load(chunk) } -> Is<Chunk>;
   m.store(word, value);
   m.store(chunk, Chunk{});
+  // The same of the epilogues' tile in shared memory. Other shared memory is dereferenced directly.
+  { m.load_tile(word) } -> Is<uint32_t>;
+  { m.load_tile(chunk) } -> Is<Chunk>;
+  m.store_tile(word, value);
 
   // Atomic accesses. The two that add return the value before; `add` orders nothing and also takes
   // shared memory.

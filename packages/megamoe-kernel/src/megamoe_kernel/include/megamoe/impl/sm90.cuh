@@ -101,7 +101,7 @@ __device__ __forceinline__ bool sm90_task(M& m, const Group& computers,
     l1_to_tile<Bf16>(m, cta.shape, cta.mine, planned.task, planned.block,
                      {planned.alpha, planned.alpha_up, 0.0f, cta.arguments.limit}, sums, cta.tile);
   } else {
-    l2_to_tile(cta.shape, planned.alpha, sums, cta.tile);
+    l2_to_tile(m, cta.shape, planned.alpha, sums, cta.tile);
   }
   m.sync_warp();
   if (sums.phase() == 0 && lane_idx(m) == 0) ptx::barrier_arrive(cta.handoff.full);

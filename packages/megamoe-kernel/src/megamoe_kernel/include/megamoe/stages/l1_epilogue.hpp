@@ -55,7 +55,7 @@ MEGAMOE_FN void store_tile(M& m, const Group& group, const uint8_t* tile, int ro
       const Chunk* from =
           reinterpret_cast<const Chunk*>(tile + (first + i) * (row_bytes + kTileRowPadding));
       for (int chunk = lane_idx(m); chunk < chunks; chunk += kWarpSize) {
-        m.store(&to[chunk], from[chunk]);
+        m.store(&to[chunk], m.load_tile(&from[chunk]));
       }
     }
   }
@@ -93,14 +93,17 @@ MEGAMOE_FN void l1_to_tile(M& m, const Shape& shape, const Fields& mine, const T
       }
       if constexpr (Format::kHasScales) {
         const RequantizedPair pair = requantize_pair(m, h[0], h[1], factors.input_scale);
-        tile[token * row_bytes + part.output[0] / 2] = pair.codes;
+        m.store_tile(&tile[token * row_bytes + part.output[0] / 2], pair.codes);
         if (lane_idx(m) < 4) {
-          tile_scales[token * row_scales + part.output[0] / kBlockSize] = pair.scale;
+          m.store_tile(&tile_scales[token * row_scales + part.output[0] / kBlockSize],
+                       pair.scale);
         }
       } else {
         uint16_t* row = reinterpret_cast<uint16_t*>(tile + token * row_bytes);
         MEGAMOE_UNROLL
-        for (int j = 0; j < kOutputs; ++j) row[part.output[j]] = bf16_from_fp32(h[j]);
+        for (int j = 0; j < kOutputs; ++j) {
+          m.store_tile(&row[part.output[j]], bf16_from_fp32(h[j]));
+        }
       }
     }
   });
@@ -123,7 +126,7 @@ MEGAMOE_FN void l1_store_tile(M& m, const Group& group, const Shape& shape, cons
     uint32_t* scales = mine.ring_h_sf() + int64_t{slot} * scale_words(shape, shape.intermediate);
     for (int i = group.thread(m); i < block.rows * words; i += group.num_threads) {
       m.store(&scales[scale_word(shape, i / words, task.part * words + i % words)],
-              reinterpret_cast<const uint32_t*>(tile_scales)[i]);
+              m.load_tile(&reinterpret_cast<const uint32_t*>(tile_scales)[i]));
     }
   }
   group.sync(m);

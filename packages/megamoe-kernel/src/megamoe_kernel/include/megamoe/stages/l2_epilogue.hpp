@@ -18,8 +18,8 @@ MEGAMOE_FN constexpr int l2_tile_bytes(const Shape& shape) {
 }
 
 // As l1_to_tile. factor: alpha, in NVFP4 times the intermediate's input_scale.
-template <class Shape, class Sums>
-MEGAMOE_FN void l2_to_tile(const Shape& shape, float factor, Sums& sums, uint8_t* tile) {
+template <Machine M, class Shape, class Sums>
+MEGAMOE_FN void l2_to_tile(M& m, const Shape& shape, float factor, Sums& sums, uint8_t* tile) {
   sums.for_each([&](const L2Sums& part) {
     MEGAMOE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -27,7 +27,7 @@ MEGAMOE_FN void l2_to_tile(const Shape& shape, float factor, Sums& sums, uint8_t
           tile + (part.token + i) * (shape.weight_rows * 2 + kTileRowPadding));
       MEGAMOE_UNROLL
       for (int j = 0; j < 2; ++j) {
-        row[part.row[j]] = bf16_from_fp32(mul_rn(part.sum[j][i], factor));
+        m.store_tile(&row[part.row[j]], bf16_from_fp32(mul_rn(part.sum[j][i], factor)));
       }
     }
   });
@@ -59,7 +59,7 @@ template <class Format, Machine M, class Shape, class Sums>
 MEGAMOE_FN void l2_epilogue(M& m, const Group& group, const Shape& shape,
                             const RankBuffers& buffers, const Task& task, const Block& block,
                             float factor, uint16_t* output, Sums& sums, uint8_t* tile) {
-  l2_to_tile(shape, factor, sums, tile);
+  l2_to_tile(m, shape, factor, sums, tile);
   group.sync(m);
   l2_store_tile<Format>(m, group, shape, buffers, task, block, output, tile);
 }
