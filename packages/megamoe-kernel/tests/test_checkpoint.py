@@ -217,3 +217,19 @@ def test_mxfp4_that_nvfp4_cannot_hold_is_refused(write: Write) -> None:
         load_experts(write(tensors), 1)
     w13, _ = load_experts(write(tensors), 1, experts=[0, 1, 3])
     assert w13.num_experts == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be opened"), (b"{", "not JSON"), (b"\xff\xfe", "not JSON"), (b"[]", "a list")],
+)
+def test_a_folder_without_a_config_is_named(
+    content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_experts(tmp_path, 0)
+    assert "config.json" in str(caught.value)
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        load_experts(tmp_path / "nowhere", 0)

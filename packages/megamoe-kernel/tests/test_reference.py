@@ -422,8 +422,9 @@ def test_mismatches_are_refused(make_layer: Any, make_tokens: Any) -> None:
         run(tokens, tokens, tokens)
     with pytest.raises(ShapeError, match="no ranks"):
         run()
-    with pytest.raises(RecipeError, match="swiglu_limit is 0"):
-        run(tokens, swiglu_limit=0)
+    for none_in_float32 in (0, 1e-60):
+        with pytest.raises(RecipeError, match=f"swiglu_limit is {none_in_float32}"):
+            run(tokens, swiglu_limit=none_in_float32)
     with pytest.raises(DtypeError, match="topk_weights of rank 0 is torch.float64"):
         run(replace(tokens, topk_weights=tokens.topk_weights.double()))
     with pytest.raises(ShapeError, match=r"topk_idx of rank 0 has shape \(3, 1\)"):

@@ -398,3 +398,22 @@ def test_no_loop_goes_over_rows(arch: Arch) -> None:
             transform_nvfp4_weights_for_mega_moe(w13, w2, arch=arch)
         counts.append(calls.count)
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_weights_in_other_strides_are_refused(arch: Any, make_layer: Any) -> None:
+    """Kernels read memory by the transform's own strides, not the tensor's."""
+    layer = make_layer(2, 256, 128)
+    l1, _ = transform_nvfp4_weights_for_mega_moe(layer.w13, layer.w2, arch=arch)
+
+    def other(tensor: Tensor) -> Tensor:
+        return tensor.mT.contiguous().mT
+
+    changes = {"weight": other(l1.weight), "alpha": other(l1.alpha)}
+    if l1.scale is not None:
+        changes["scale"] = l1.scale.contiguous()
+    for name, tensor in changes.items():
+        with pytest.raises(LayoutError, match=f"{name} does not lie in memory"):
+            replace(l1, **{name: tensor})
+    again = {name: getattr(l1, name).clone() for name in changes}
+    assert torch.equal(replace(l1, **again).weight, l1.weight)

@@ -262,6 +262,8 @@ def _check_layer(
                 f"{name} is {found[0]} experts of {found[1]}x{found[2]}, the buffer is made for "
                 f"{num_experts} per rank of {rows}x{columns}"
             )
+        if weights.weight.data_ptr() % 16:
+            raise LayoutError(f"{name} does not begin at a multiple of 16 bytes: clone the weight")
         if weights.weight.device != sym_buffer.x.device:
             raise ShapeError(
                 f"{name} is on {weights.weight.device}, the buffer on {sym_buffer.x.device}"

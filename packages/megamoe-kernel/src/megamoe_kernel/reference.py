@@ -209,7 +209,8 @@ def check_limit(swiglu_limit: float | None) -> None:
     if swiglu_limit is None:
         return
     is_number = isinstance(swiglu_limit, int | float) and not isinstance(swiglu_limit, bool)
-    if not is_number or not 0 < swiglu_limit <= torch.finfo(torch.float32).max:
+    limits = torch.finfo(torch.float32)
+    if not is_number or not limits.smallest_normal <= swiglu_limit <= limits.max:
         raise RecipeError(
             f"swiglu_limit is {swiglu_limit}, expected a positive number (10 for DeepSeek-V4), or "
             "None for no clamp"

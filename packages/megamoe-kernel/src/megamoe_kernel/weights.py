@@ -74,6 +74,14 @@ class MegaMoEWeights:
         check_shape("weight", self.weight, weight)
         check_dtype("alpha", self.alpha, torch.float32)
         check_shape("alpha", self.alpha, (experts, 2 if self.layer == "l1" else 1))
+        # Kernels have the strides in them.
+        scale = self.weight if self.scale is None else self.scale.transpose(1, 2)
+        for name, tensor in (("weight", self.weight), ("scale", scale), ("alpha", self.alpha)):
+            if not tensor.is_contiguous():
+                raise LayoutError(
+                    f"{name} does not lie in memory as the transform leaves it: transform the "
+                    "weights again, and keep their strides where they are copied"
+                )
         check_beside(self.weight, others, self.input_scale)
 
     @property
@@ -221,7 +229,7 @@ def _transform(weights: ExpertWeights, layer: Layer, arch: Arch) -> MegaMoEWeigh
         if layer == "l1":
             codes, scale = map(layout_sm100.interleave_gate_up, (codes, scale))
         words = layout_sm100.to_scale_words(scale)
-    alpha, input_scale = weights.weight_scale_2, weights.input_scale
+    alpha, input_scale = weights.weight_scale_2.contiguous(), weights.input_scale
     return MegaMoEWeights(
         layer, arch, weights.rows, weights.columns, codes, words, alpha, input_scale
     )

@@ -15,6 +15,9 @@ from typing import Any, NoReturn
 from ..errors import CheckpointError, OutsideFolderError
 from .header import shown
 
+#: Of a config.json; a larger one is something else.
+MAX_CONFIG_BYTES = 1 << 24
+
 
 def inside(root: Path, name: str, source: str) -> Path:
     """``root / name``, refused if it can lead outside the folder.

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..errors import CheckpointError
 from .families import Family
-from .files import inside, read_small, strict_json
+from .files import MAX_CONFIG_BYTES, inside, read_small, strict_json
 from .header import TensorSpec, shown
 from .job import Shard, Step, json_bytes
 from .reader import Checkpoint, TensorInfo
@@ -47,7 +47,6 @@ COPIED_NAMES: Final = frozenset({
     "1_Pooling/config.json",
 })  # fmt: skip
 _MAX_COPIED_BYTES: Final = 1 << 28
-_MAX_CONFIG_BYTES: Final = 1 << 24
 
 
 @dataclass
@@ -117,7 +116,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     if not os.path.lexists(path):
         return None
     inside(folder, path.name, str(folder))
-    config = strict_json(read_small(path, _MAX_CONFIG_BYTES, path.name), path.name)
+    config = strict_json(read_small(path, MAX_CONFIG_BYTES, path.name), path.name)
     try:
         json_bytes(config)
     except RecursionError:

@@ -8,12 +8,12 @@ DeepSeek-V4-Flash and DeepSeek-V4-Flash-0731; transformers 5.20.2 ``DeepseekV4Co
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ...checkpoint.files import MAX_CONFIG_BYTES, read_small, strict_json
 from ...errors import CheckpointError
 
 _RATIOS = {0, 4, 128}
@@ -77,8 +77,12 @@ class ModelConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
-        """Read ``config.json``; raises CheckpointError as `from_dict` does."""
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        """Read ``config.json``; raises CheckpointError for no file, no JSON, and as `from_dict`."""
+        path = Path(path)
+        content = strict_json(read_small(path, MAX_CONFIG_BYTES, str(path)), path.name)
+        if not isinstance(content, dict):
+            raise _problem(f"it holds a {type(content).__name__}, expected an object: repair it")
+        return cls.from_dict(content)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
