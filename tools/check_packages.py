@@ -96,10 +96,10 @@ messages = []
 handler = logging.Handler()
 handler.emit = lambda record: messages.append(record.getMessage())
 logging.getLogger("megamoe_kernel").addHandler(handler)
-from megamoe_kernel import buffer_layout as b
+from megamoe_kernel import buffer_layout as b, native as n
 sizes = b.BufferSizes(*range(1, 13))
 assert b.buffer_layout(sizes) == b.buffer_layout(sizes) == b.layout_of_header(sizes)
-native = b._import_error is None
+native = n.import_error is None
 assert native == (sys.argv[1] == "native") and len(messages) == (not native), (native, messages)
 print("megamoe_kernel", sys.argv[1], *messages)
 """
