@@ -98,7 +98,8 @@ inline bool fits(const Sm100Choice& tiling, const MoEShape& layer) {
 
 // Those that the layer can take, for ever more tokens; of several for as many tokens the first.
 template <class Tiling>
-std::vector<ForTokens<Tiling>> fitting(std::span<const ForTokens<Tiling>> all, const MoEShape& layer) {
+std::vector<ForTokens<Tiling>> fitting(std::span<const ForTokens<Tiling>> all,
+                                       const MoEShape& layer) {
   std::vector<ForTokens<Tiling>> found;
   if (layer.hidden % 128 || layer.intermediate % 128) return found;  // as problem_error has it
   for (const ForTokens<Tiling>& row : all) {
@@ -111,7 +112,8 @@ std::vector<ForTokens<Tiling>> fitting(std::span<const ForTokens<Tiling>> all, c
 
 // The tiling for tokens of all ranks, spread evenly over all experts.
 template <class Tiling>
-Tiling chosen(const std::vector<ForTokens<Tiling>>& fitting, const MoEShape& layer, int64_t tokens) {
+Tiling chosen(const std::vector<ForTokens<Tiling>>& fitting, const MoEShape& layer,
+              int64_t tokens) {
   require(!fitting.empty(), "hidden and intermediate are multiples of 128");
   const double per_expert = static_cast<double>(tokens) * layer.num_topk / layer.num_experts;
   for (const ForTokens<Tiling>& row : fitting) {
@@ -168,8 +170,7 @@ inline int stages_of(const Sm90Choice& tiling, const Problem& problem) {
 inline int stages_of(const Sm100Choice& tiling, const Problem& problem) {
   const Sm100StageBytes stage = sm100_stage_bytes(tiling.block_rows, tiling.tiles, tiling.ctas);
   return stages_that_fit(8, [&](int stages) {
-    return sm100_ring_bytes(stages, stage) + shared_tile_bytes<Nvfp4>(problem) +
-           4 * shared_words(problem);
+    return shared_bytes<Nvfp4>(problem, sm100_ring_bytes(stages, stage));
   });
 }
 

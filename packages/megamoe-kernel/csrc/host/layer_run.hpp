@@ -55,10 +55,10 @@ class ScalarKernel {
   ScalarKernel(const LayerRun& run, World& world, const RankBuffers& buffers)
       : run_(run), p_(run.problem), buffers_(buffers), num_agents_(world.num_agents()) {}
 
-  void add_cta(Cta& cta, int rank, int index) {
+  void add_cta(Cta& cta, int, int) {
     cta.words.resize(static_cast<size_t>(shared_words(p_)));
     cta.tile.resize(static_cast<size_t>(shared_tile_bytes<Format>(p_)) / sizeof(Chunk) + 1);
-    end_launch(cta, rank, index);
+    clear(cta);
   }
   void add_thread(int, int, int, int) {}
 
@@ -68,15 +68,16 @@ class ScalarKernel {
   }
 
   // Shared memory has nothing of the launch before.
-  void end_launch(Cta& cta, int, int) {
+  void end_launch(Cta& cta, int, int) { clear(cta); }
+  bool complete_one() { return false; }
+
+ private:
+  void clear(Cta& cta) const {
     std::memset(cta.words.data(), 0xA5, cta.words.size() * 4);
     std::memset(cta.tile.data(), 0xA5, cta.tile.size() * sizeof(Chunk));
     cta.watched.watch(reinterpret_cast<const uint8_t*>(cta.tile.data()),
                       cta.tile.size() * sizeof(Chunk), num_agents_);
   }
-  bool complete_one() { return false; }
-
- private:
   ScalarLayer layer(int rank, int launch) const {
     const int64_t experts = num_pool_experts(p_), first = rank * experts;
     const int64_t w13 = int64_t{2} * p_.intermediate * p_.hidden;

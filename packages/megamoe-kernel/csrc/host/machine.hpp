@@ -302,7 +302,8 @@ class HostMachine {
     Shadow& shadow = world_.memory.shadow(spot);
     const Shadow::Found found = shadow.write(spot.offset, bytes, agent_, clock, atomic);
     if (found.conflict != Shadow::Conflict::kNone) {
-      world_.crew.stop(self_, world_.describe(found, " overwrites ", agent_, world_.memory.name(spot)));
+      world_.crew.stop(self_,
+                       world_.describe(found, " overwrites ", agent_, world_.memory.name(spot)));
     }
   }
 

@@ -75,8 +75,10 @@ class MegaMoEWeights:
         check_dtype("alpha", self.alpha, torch.float32)
         check_shape("alpha", self.alpha, (experts, 2 if self.layer == "l1" else 1))
         # Kernels have the strides in them.
-        scale = self.weight if self.scale is None else self.scale.transpose(1, 2)
-        for name, tensor in (("weight", self.weight), ("scale", scale), ("alpha", self.alpha)):
+        laid_out = {"weight": self.weight, "alpha": self.alpha}
+        if self.scale is not None:
+            laid_out["scale"] = self.scale.transpose(1, 2)
+        for name, tensor in laid_out.items():
             if not tensor.is_contiguous():
                 raise LayoutError(
                     f"{name} does not lie in memory as the transform leaves it: transform the "

@@ -19,6 +19,7 @@ from megamoe_kernel import (
 from megamoe_kernel.buffer_sizes import MOST_RING_ROWS
 from megamoe_kernel.jit.compile import KernelSource
 from megamoe_kernel.jit.nvrtc import Nvrtc
+from megamoe_kernel.jit.targets import Target
 from megamoe_kernel.kernels import kernels_of
 from megamoe_kernel.models import MODELS, MoEShape
 from megamoe_kernel.reference import Activation
@@ -185,8 +186,9 @@ def test_every_number_of_a_kernel(arch: str) -> None:
 
 
 def test_every_tiling_of_a_layer_is_among_its_kernels() -> None:
-    for arch, target in (("sm_90a", "sm_90a"), ("sm_100a", "sm_100a")):
-        functions = [made.function for made in kernels_of(PRO, 8, target)]  # type: ignore[arg-type]
+    targets: tuple[Target, ...] = ("sm_90a", "sm_100a")
+    for arch in targets:
+        functions = [made.function for made in kernels_of(PRO, 8, arch)]
         for tiling in KERNELS[arch].tilings_of(PRO):
             assert source(arch, PRO, tiling).function in functions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from nvfp4_codec.checkpoint.files import inside, read_small, strict_json
+from nvfp4_codec.checkpoint.files import inside, read_config_file
 from nvfp4_codec.checkpoint.header import shown, some_names
 from nvfp4_codec.checkpoint.reader import Checkpoint
 from nvfp4_codec.schemas.deepseek_v4 import ModelConfig
@@ -14,7 +14,6 @@ from ..errors import CalibrationError
 from .memory import Room, max_memory
 
 _STORED_DTYPES: Final = frozenset(("BF16", "F32", "I64"))
-_MAX_CONFIG_BYTES: Final = 1 << 24
 
 
 def check_source(source: Path) -> dict[str, Any]:
@@ -24,7 +23,7 @@ def check_source(source: Path) -> dict[str, Any]:
     are not the ones to calibrate on, and which fail in odd places under modelopt.
     """
     path = inside(source, "config.json", str(source))
-    config: dict[str, Any] = strict_json(read_small(path, _MAX_CONFIG_BYTES, path.name), path.name)
+    config = read_config_file(path, path.name)
     ModelConfig.from_dict(config)
     remedy = f"calibrate a BF16 copy: `dsv4-quantize dequant {source} BF16_FOLDER`."
     if method := (config.get("quantization_config") or {}).get("quant_method"):

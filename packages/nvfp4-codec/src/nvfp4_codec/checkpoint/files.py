@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 from ..errors import CheckpointError, OutsideFolderError
 from .header import shown
 
-#: Of a config.json; a larger one is something else.
-MAX_CONFIG_BYTES = 1 << 24
+_MAX_CONFIG_BYTES = 1 << 24  # of a config.json; a larger one is something else
 
 
 def inside(root: Path, name: str, source: str) -> Path:
@@ -108,6 +107,16 @@ def strict_json(data: bytes, file: str) -> Any:
             f"not JSON ({shown(str(error))}); repair it, or fetch it again.", file=shown(file)
         ) from None
     return document
+
+
+def read_config_file(path: Path, file: str) -> dict[str, Any]:
+    """A config.json; CheckpointError naming ``file`` for what is no JSON object."""
+    config = strict_json(read_small(path, _MAX_CONFIG_BYTES, file), file)
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"is not a JSON object but a {type(config).__name__}; repair it.", file=shown(file)
+        )
+    return config
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..errors import CheckpointError
 from .families import Family
-from .files import MAX_CONFIG_BYTES, inside, read_small, strict_json
+from .files import inside, read_config_file, read_small
 from .header import TensorSpec, shown
 from .job import Shard, Step, json_bytes
 from .reader import Checkpoint, TensorInfo
@@ -116,13 +116,11 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     if not os.path.lexists(path):
         return None
     inside(folder, path.name, str(folder))
-    config = strict_json(read_small(path, MAX_CONFIG_BYTES, path.name), path.name)
+    config = read_config_file(path, path.name)
     try:
         json_bytes(config)
     except RecursionError:
         raise CheckpointError("is nested too deeply; repair it.", file=path.name) from None
-    if not isinstance(config, dict):
-        raise CheckpointError("is not a JSON object; repair it.", file=path.name)
     return config
 
 

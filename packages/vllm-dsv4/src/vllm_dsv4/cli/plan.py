@@ -173,7 +173,7 @@ def _say_parameters(stored: Stored) -> None:
     """The usual estimate of an NVFP4 model's size, which leaves out what stays BF16 or FP8."""
     from ..plan import parameters
 
-    count, with_mtp = (parameters(stored.schema, mtp=mtp) / 1e9 for mtp in (False, True))
+    count, with_mtp = (number / 1e9 for number in parameters(stored.schema))
     estimate = f"{count:,.1f} billion parameters, {0.56 * count:,.0f} GB"
     if with_mtp > count:
         estimate += f" ({with_mtp:,.1f} with MTP, {0.56 * with_mtp:,.0f} GB)"

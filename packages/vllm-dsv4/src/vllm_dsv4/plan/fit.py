@@ -164,11 +164,12 @@ def _check_experts(stored: Stored, moe_kernel: str | None) -> None:
         )
 
 
-def parameters(schema: Schema, *, mtp: bool) -> int:
-    """Numbers in all of the model's tensors, scales not counted."""
-    return sum(
-        math.prod(e.shape) for e in schema.entries() if mtp or not e.name().startswith("mtp.")
-    )
+def parameters(schema: Schema) -> tuple[int, int]:
+    """Numbers in all of the model's tensors, scales not counted: without MTP blocks, and with."""
+    counts = [0, 0]
+    for entry in schema.entries():
+        counts[entry.in_mtp] += math.prod(entry.shape)
+    return counts[0], sum(counts)
 
 
 def whole(stored: Stored, formats: Mapping[str, Format] | None = None) -> dict[Part, int]:

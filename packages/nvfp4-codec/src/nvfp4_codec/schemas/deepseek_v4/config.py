@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ...checkpoint.files import MAX_CONFIG_BYTES, read_small, strict_json
+from ...checkpoint.files import read_config_file
 from ...errors import CheckpointError
 
 _RATIOS = {0, 4, 128}
@@ -78,11 +78,7 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
         """Read ``config.json``; raises CheckpointError for no file, no JSON, and as `from_dict`."""
-        path = Path(path)
-        content = strict_json(read_small(path, MAX_CONFIG_BYTES, str(path)), path.name)
-        if not isinstance(content, dict):
-            raise _problem(f"it holds a {type(content).__name__}, expected an object: repair it")
-        return cls.from_dict(content)
+        return cls.from_dict(read_config_file(Path(path), str(path)))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:

@@ -20,4 +20,10 @@ MEGAMOE_FN constexpr int shared_tile_bytes(const Shape& shape) {
   return l1 > l2 ? l1 : l2;
 }
 
+// All of it, behind a mainloop's part.
+template <class Format, class Shape>
+MEGAMOE_FN constexpr int shared_bytes(const Shape& shape, int mainloop_bytes) {
+  return mainloop_bytes + shared_tile_bytes<Format>(shape) + 4 * shared_words(shape);
+}
+
 }  // namespace megamoe

@@ -45,7 +45,7 @@ struct Sm100Shared {
     return tile_at() + shared_tile_bytes<Nvfp4>(shape);
   }
   MEGAMOE_FN static constexpr int bytes(const Shape& shape) {
-    return words_at(shape) + 4 * shared_words(shape);
+    return shared_bytes<Nvfp4>(shape, tile_at());
   }
 };
 
