@@ -112,7 +112,7 @@ def finalize_checkpoint(
             file=shown(str(source)),
         )
     if not source.is_dir():
-        raise CheckpointError("no such folder; give that of the export.", file=shown(str(source)))
+        raise CheckpointError(f"there is no folder {shown(str(source))}. Give that of the export.")
     reference = read_reference(reference_config)
     if output is None:
         with locked(source):

@@ -314,7 +314,9 @@ def test_what_is_no_export_is_refused(
 ) -> None:
     source = make_export(files=1)
     for path in (tmp_path / "nothing", source / "model.safetensors"):
-        with pytest.raises(CheckpointError, match="no such folder"):
+        with pytest.raises(
+            CheckpointError, match=r"there is no folder .*\. Give that of the export"
+        ):
             finalize_checkpoint(path, tmp_path / "out", reference_config=reference_config)
     (source / "config.json").unlink()
     with pytest.raises(CheckpointError, match="no config.json beside the weights"):

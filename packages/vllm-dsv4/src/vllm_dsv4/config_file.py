@@ -50,15 +50,14 @@ def config_of(folder: Path) -> dict[str, Any]:
         )
     if not folder.is_dir():
         raise CheckpointError(
-            "no such folder. Give the folder of a DeepSeek-V4 checkpoint; one on a hub is "
-            "downloaded first, such as with `hf download`.",
-            file=shown(str(folder)),
+            f"there is no folder {shown(str(folder))}. Give that of a DeepSeek-V4 checkpoint; one "
+            "on a hub is downloaded first, such as with `hf download`."
         )
     config = read_config(folder)
     if config is None:
         raise CheckpointError(
-            "no config.json there. Give the folder of a DeepSeek-V4 checkpoint.",
-            file=shown(str(folder)),
+            f"the folder {shown(str(folder))} has no config.json. Give that of a DeepSeek-V4 "
+            "checkpoint."
         )
     check_types(config)
     return config

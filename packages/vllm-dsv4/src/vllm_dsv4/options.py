@@ -28,6 +28,11 @@ _OPTION_OF: Final[Mapping[Role, str]] = {
 }  # fmt: skip
 #: Linears that vLLM builds unquantized or not, depending on the checkpoint.
 _AS_STORED: Final[tuple[Role, ...]] = ("mtp_proj",)
+#: How NVFP4 experts get their input_scale.
+CALIBRATE: Final = (
+    "Export the model again with a calibration of its activations: `dsv4-quantize calibrate`, then "
+    "`dsv4-quantize export` of the official checkpoint."
+)
 
 
 @dataclass(frozen=True)
@@ -104,9 +109,43 @@ def runtime_formats(stored: Stored, options: Options) -> dict[str, Format]:
     Raises OptionError if an option asks for NVFP4 where it is not stored, or NVFP4 without an
     activation scale would have to run.
     """
+    wanted = _chosen(stored, options)
+    packed = [module for module, own in wanted.items() if own == "nvfp4"]
+    if new := [module for module in packed if stored.formats[module] != "nvfp4"]:
+        raise OptionError(
+            f"{_options_of(stored, new)} asks for NVFP4, but {len(new)} linears are not stored so, "
+            f"the first is {new[0]} ({stored.formats[new[0]]}): their activation scales would be "
+            "missing. Leave it 'stored', or export the model again with these in NVFP4."
+        )
+    if lacking := unscaled(stored, options):
+        raise OptionError(
+            f"{len(lacking)} NVFP4 linears have no input_scale, the first is {lacking[0]}: their "
+            f"activations cannot be quantized. {fix_unscaled(stored, lacking)}"
+        )
+    return wanted
+
+
+def unscaled(stored: Stored, options: Options) -> tuple[str, ...]:
+    """Linears that would run as NVFP4 and have no ``input_scale``, by module name, experts first.
+
+    `runtime_formats` refuses them, whatever config.json says; the doctor says so in advance.
+    """
+    chosen = _chosen(stored, options)
+    lacking = (m for m, own in chosen.items() if own == "nvfp4" and m in stored.weight_only)
+    return tuple(sorted(lacking, key=lambda module: not module.endswith(EXPERTS)))
+
+
+def fix_unscaled(stored: Stored, modules: Iterable[str]) -> str:
+    """What helps against `unscaled` linears, in a sentence: an option, if one moves them."""
+    modules = list(modules)
+    experts = any(module.endswith(EXPERTS) for module in modules)
+    movers = "" if experts else _options_of(stored, modules)
+    return f"Set {movers} to 'fp8' or 'bf16'. Or: {CALIBRATE}" if movers else CALIBRATE
+
+
+def _chosen(stored: Stored, options: Options) -> dict[str, Format]:
     wanted = {module: _wanted(stored, module, options) for module in stored.formats}
     wanted.update(dict.fromkeys(disagreeing(stored, options), "bf16"))
-    _refuse_new_nvfp4(stored, options, wanted)
     return wanted
 
 
@@ -136,29 +175,6 @@ def _wanted(stored: Stored, module: str, options: Options) -> Format:
         # No calibration reaches MTP blocks: NVFP4 is asked for where it can be.
         return own
     return _FORMATS[choice]
-
-
-def _refuse_new_nvfp4(stored: Stored, options: Options, wanted: Mapping[str, Format]) -> None:
-    packed = [module for module, own in wanted.items() if own == "nvfp4"]
-    if new := [module for module in packed if stored.formats[module] != "nvfp4"]:
-        raise OptionError(
-            f"{_options_of(stored, new)} asks for NVFP4, but {len(new)} linears are not stored so, "
-            f"the first is {new[0]} ({stored.formats[new[0]]}): their activation scales would be "
-            "missing. Leave it 'stored', or export the model again with these in NVFP4."
-        )
-    lacking = [module for module in packed if module in stored.weight_only]
-    if lacking:
-        experts = [module for module in lacking if module.endswith(EXPERTS)]
-        movers = "" if experts else _options_of(stored, lacking)
-        fix = (
-            f"Set {movers} to 'fp8' or 'bf16'"
-            if movers
-            else "Export the model again with a calibration of its activations"
-        )
-        raise OptionError(
-            f"{len(lacking)} NVFP4 linears have no input_scale, the first is "
-            f"{(experts or lacking)[0]}: their activations cannot be quantized. {fix}."
-        )
 
 
 def _options_of(stored: Stored, modules: Iterable[str]) -> str:

@@ -32,6 +32,7 @@ from .doctor import Diagnosis, examine, refuse
 from .doctor.catalogue import CATALOGUE
 from .errors import StoredError
 from .kv_dtype import kv_cache_dtype
+from .options import CALIBRATE
 from .prepare_plan import Key, PreparePlan, formatted, target
 from .stored import Stored, read_stored
 
@@ -76,7 +77,7 @@ def prepare_checkpoint(
     stored = read_stored(source)
     with Checkpoint.open(source) as checkpoint:
         job, linears = make_job(stored, checkpoint)
-        standing = [found for found in examine(source).findings if _stands(found)]
+        standing = [found for found in examine(source, options=None).findings if _stands(found)]
         refuse(source, [found for found in standing if found.level == "error"])
         if not allow_suspected:
             suspected = [found for found in standing if found.level == "suspected"]
@@ -140,8 +141,7 @@ def _check(stored: Stored, source: Checkpoint) -> None:
         )
     if lacking := sorted(experts.keys() & stored.weight_only):
         raise StoredError(
-            f"{lacking[0]} have no input_scale, which vLLM wants of NVFP4 experts. Export the "
-            "model again with a calibration of its activations."
+            f"{lacking[0]} have no input_scale, which vLLM wants of NVFP4 experts. {CALIBRATE}"
         )
     if stored.scheme == "official" and all(
         own == target(entry)

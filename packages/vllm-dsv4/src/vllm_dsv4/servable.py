@@ -9,31 +9,35 @@ from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.errors import CheckpointError
 
 from .doctor import examine, refuse
+from .doctor.activations import MISSING
 from .errors import OptionError
+from .options import Options
 from .passthrough import Passthrough
 from .stored import Stored, is_ours, read_stored
 
 
-def read_servable(folder: Path, given: Passthrough, *, skip_doctor: bool = False) -> Stored:
+def read_servable(
+    folder: Path, given: Passthrough, options: Options, *, skip_doctor: bool = False
+) -> Stored:
     """What the folder holds; raises CheckpointError if that cannot be served.
 
-    given: what vLLM is told besides. skip_doctor: leave out what the doctor sees in names, headers
-    and config.json, which takes seconds; values are not read in any case.
+    given: what vLLM is told besides. options: with which the plugin is to serve it. skip_doctor:
+    leave out what the doctor sees in names, headers and config.json, which takes seconds; values
+    are not read in any case.
     """
     stored = read_stored(folder)
     _check_claim(folder, stored)
     if not skip_doctor:
         elsewhere = given.has("tokenizer", "skip-tokenizer-init")
-        refuse(
-            folder,
-            [
-                found
-                for found in examine(folder, values=False).findings
-                if found.level == "error"
-                and not (elsewhere and found.code in ("missing-file", "damaged-file"))
-            ],
-            " Or go on without this check: --skip-doctor.",
-        )
+        errors = [
+            found
+            for found in examine(folder, values=False, options=options).findings
+            if found.level == "error"
+            and not (elsewhere and found.code in ("missing-file", "damaged-file"))
+        ]
+        # The plugin itself refuses this one, so going on would not help.
+        final = any(found.code == MISSING for found in errors)
+        refuse(folder, errors, "" if final else " Or go on without this check: --skip-doctor.")
     return stored
 
 

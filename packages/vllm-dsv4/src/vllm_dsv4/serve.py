@@ -72,9 +72,9 @@ def serve_command(
     contradict it or each other, PlanError where it cannot fit.
     """
     given = Passthrough(arguments)
-    stored = read_servable(folder, given, skip_doctor=skip_doctor)
     additional = _additional(given, options or {})
     own = Options.from_mapping((additional or given.mapping("additional-config")).get(KEY))
+    stored = read_servable(folder, given, own, skip_doctor=skip_doctor)
     if own.moe_kernel is not None:
         find_backend(own.moe_kernel)
     check_environment(stored)

@@ -28,7 +28,16 @@ from nvfp4_codec.schemas.deepseek_v4.recognize import Survey, survey
 from .config_file import config_of
 from .stored_config import complete_config, is_ours, promised_formats
 
-__all__ = ["EXPERTS", "Format", "Stored", "complete_config", "is_ours", "promised", "read_stored"]
+__all__ = [
+    "EXPERTS",
+    "Format",
+    "Stored",
+    "complete_config",
+    "is_ours",
+    "promised",
+    "read_stored",
+    "stored_in",
+]
 
 #: How a linear is stored, or runs. fp8_block is E4M3 with one scale for each 128x128 block.
 Format = Literal["nvfp4", "fp8_block", "mxfp4", "bf16"]
@@ -69,9 +78,15 @@ def read_stored(folder: Path) -> Stored:
     is no DeepSeek-V4 checkpoint, and naming the tensor for names of two schemes and for a weight of
     an unknown dtype.
     """
-    complete, notes = complete_config(config_of(folder))
+    config = config_of(folder)
     with Checkpoint.open(folder) as source:
-        found = _survey(source, ModelConfig.from_dict(complete))
+        return stored_in(source, config)
+
+
+def stored_in(source: Checkpoint, config: Mapping[str, Any]) -> Stored:
+    """What an open checkpoint with this config.json holds; raises as `read_stored` does."""
+    complete, notes = complete_config(config)
+    found = _survey(source, ModelConfig.from_dict(complete))
     formats, weight_only = _formats(found)
     report = found.report
     return Stored(

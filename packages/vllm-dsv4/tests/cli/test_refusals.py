@@ -181,7 +181,7 @@ def test_a_folder_that_is_none(
 ) -> None:
     folder = tmp_path / "absent"
     said = refusal(command, folder, capsys)
-    assert f"file {folder}: no such folder. Give the folder of a DeepSeek-V4" in said
+    assert f"error: there is no folder {folder}. Give that of a DeepSeek-V4 checkpoint" in said
     assert "hf download" in said
 
 
@@ -192,4 +192,4 @@ def test_a_file_where_a_folder_is_wanted(
     file = checkpoint("full") / "config.json"
     said = refusal(command, file, capsys)
     assert f"file {file}: this is a file. Give the folder of a DeepSeek-V4 checkpoint" in said
-    assert "no such folder" not in said
+    assert "there is no folder" not in said

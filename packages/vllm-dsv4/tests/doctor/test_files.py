@@ -190,7 +190,7 @@ def test_a_second_file_without_an_index(healthy, writer, tmp_path: Path, folder:
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, folder: Path, tiny: Path):
-    with pytest.raises(CheckpointError, match=r"no such folder\. Give the folder"):
+    with pytest.raises(CheckpointError, match=r"there is no folder .*absent\. Give that of"):
         examine(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"this is a file\. Give the folder"):
         examine(tiny / "model.safetensors")

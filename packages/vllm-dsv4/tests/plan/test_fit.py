@@ -102,6 +102,14 @@ def test_the_usual_places(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("2 nodes of 8 x H200 yes TP 8, PP 2, EP") for line in lines)
 
 
+def test_a_small_model_is_counted_in_millions(
+    checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(checkpoint("full"), "--gpus", "H200:1") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "12.0 million parameters, 7 MB (14.6 with MTP, 8 MB) at 0.56 bytes each" in out
+
+
 def test_one_place_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "flash", "--stored", "experts", "--gpus", "H200:2", "--tp", 1, "--dp", 2)
     assert call(*words) == 0

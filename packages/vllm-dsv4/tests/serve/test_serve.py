@@ -281,7 +281,7 @@ def test_folders_are_refused_before_gpus_are_looked_at(
     copy: Path, checkpoints: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "detect_gpus", no_gpu)
-    with pytest.raises(CheckpointError, match="no such folder"):
+    with pytest.raises(CheckpointError, match="there is no folder"):
         serve_command(copy / "none")
     empty = copy / "empty"
     empty.mkdir()

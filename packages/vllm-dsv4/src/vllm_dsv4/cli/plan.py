@@ -173,10 +173,12 @@ def _say_parameters(stored: Stored) -> None:
     """The usual estimate of an NVFP4 model's size, which leaves out what stays BF16 or FP8."""
     from ..plan import parameters
 
-    count, with_mtp = (number / 1e9 for number in parameters(stored.schema))
-    estimate = f"{count:,.1f} billion parameters, {0.56 * count:,.0f} GB"
+    total = parameters(stored.schema)
+    unit, word, size = (1e9, "billion", "GB") if total[0] >= 1e9 else (1e6, "million", "MB")
+    count, with_mtp = (number / unit for number in total)
+    estimate = f"{count:,.1f} {word} parameters, {0.56 * count:,.0f} {size}"
     if with_mtp > count:
-        estimate += f" ({with_mtp:,.1f} with MTP, {0.56 * with_mtp:,.0f} GB)"
+        estimate += f" ({with_mtp:,.1f} with MTP, {0.56 * with_mtp:,.0f} {size})"
     say(f"{estimate} at 0.56 bytes each, were all of them NVFP4")
 
 

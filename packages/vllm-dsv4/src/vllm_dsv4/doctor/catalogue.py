@@ -109,7 +109,7 @@ CATALOGUE: Final[dict[str, Row]] = {
     ),
     # Activations.
     "missing-input-scale": Row(
-        "Activations are quantized with a scale that was never loaded: the plugin refuses it."
+        "Activations would be quantized with a scale that is not there: the plugin refuses it."
     ),
     "unexpected-input-scale": Row(
         "Stock vLLM drops it or stops; the plugin goes by it.", "transform"

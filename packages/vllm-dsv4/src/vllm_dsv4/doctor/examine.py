@@ -17,7 +17,9 @@ from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.checkpoint.verify import Finding
 from nvfp4_codec.errors import CheckpointError
 
+from ..options import Options
 from ..stored import is_ours
+from .activations import MISSING, look_at_activations
 from .catalogue import CATALOGUE, Handled, Row
 from .config import look_at_config
 from .diagnosis import Diagnosis, Evidence, Examination, Level, Looked
@@ -29,16 +31,22 @@ from .nibbles import Evidence as NibbleEvidence
 from .values import NOTHING_READ, Values, look_at_values
 
 _REFERENCE: Final = "--reference OFFICIAL tells"
+_DEFAULT: Final = Options()
 
 
 def examine(
-    folder: str | Path, reference: str | Path | None = None, *, values: bool = True
+    folder: str | Path,
+    reference: str | Path | None = None,
+    *,
+    values: bool = True,
+    options: Options | None = _DEFAULT,
 ) -> Examination:
     """Looks at a checkpoint folder. Needs no GPU and no vLLM, and changes nothing.
 
     reference: the official checkpoint that it was made from, which turns statistics into
     certainty for the weights that are sampled. values: False looks at names, headers and
-    config.json only.
+    config.json only. options: with which the plugin would serve it, as it refuses NVFP4 without
+    input_scale that would have to run; None leaves that rule out.
 
     Raises CheckpointError for what is no DeepSeek-V4 checkpoint at all.
     """
@@ -51,7 +59,7 @@ def examine(
         stack.callback(opened.close)
         model = sort_names(opened)
         other = None if reference is None else stack.enter_context(_open_reference(Path(reference)))
-        return _examine(folder, model, other, started, values=values)
+        return _examine(folder, model, other, started, values=values, options=options)
 
 
 def _open_reference(folder: Path) -> Model:
@@ -75,12 +83,20 @@ def _unopened(folder: Path, findings: list[Finding], started: float) -> Examinat
 
 
 def _examine(
-    folder: Path, model: Model, reference: Model | None, started: float, *, values: bool
+    folder: Path,
+    model: Model,
+    reference: Model | None,
+    started: float,
+    *,
+    values: bool,
+    options: Options | None,
 ) -> Examination:
     packing = look_at_packing(model)
     findings = [finding for found in packing.values() for finding in found]
     findings += look_at_names(model, packing)
     findings += look_at_headers(model, packing)
+    if options is not None:
+        findings = look_at_activations(model, options, findings)
     of_config = [*model.findings, *check_entries(model)[0], *check_older(model)]
     if reference is not None:
         of_config += check_same_model(model.config, reference.config)
@@ -93,13 +109,14 @@ def _examine(
     if reference is None:
         findings += look_at_nibbles(model, nibbles)
     helped = _helped(model)
+    refused = any(finding.code == MISSING for finding in findings)
     diagnoses = (_diagnose(f, helped, _compared(model, f, read)) for f in dict.fromkeys(findings))
     checkpoint = model.checkpoint
     return Examination(
         shown(str(folder)),
         _kind(model),
         model.scheme,
-        _serving(model),
+        _serving(model, refused=refused),
         tuple(sorted(diagnoses, key=_order)),
         tuple(_open_questions(model, reference, read, nibbles)),
         Looked(
@@ -161,14 +178,14 @@ def _helped(model: Model) -> frozenset[Handled]:
     return frozenset({"always", "config", "transform"})
 
 
-def _serving(model: Model) -> str:
+def _serving(model: Model, *, refused: bool) -> str:
     if not is_ours(model.config):
         return (
             "stock vLLM, as far as it knows names and formats: config.json claims no NVFP4, so the "
             "plugin stays out"
         )
     if not _is_experts_only(model):
-        return "vLLM with the plugin"
+        return "vLLM with the plugin" + (f", but not as it is: see {MISSING}" if refused else "")
     take_over = "--moe-backend deep_gemm_mega_moe, or with an option of the plugin's own"
     if model.scheme == "official":
         return f"stock vLLM; the plugin takes over with {take_over}"
