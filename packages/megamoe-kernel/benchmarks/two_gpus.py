@@ -93,7 +93,7 @@ class Rank:
     def slower(self, launches: list[Callable[[], object]]) -> float:
         """Median microseconds of a launch, on the rank that takes longer."""
         meet(self.group)
-        median = statistics.median(microseconds(launches, self.rounds))
+        median = statistics.median(microseconds(launches, replays=self.rounds))
         medians: list[Any] = [None] * RANKS
         dist.all_gather_object(medians, median, group=self.group)
         return max(medians)
