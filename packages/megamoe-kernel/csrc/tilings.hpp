@@ -37,8 +37,7 @@ inline constexpr double kAnyNumber = std::numeric_limits<double>::infinity();
 
 // Hopper: Sm90Tiling of stages/sm90_pipeline.cuh, and a block's tokens.
 struct Sm90Choice {
-  int block_rows, groups, split, tiles, producer_registers, consumer_registers;
-  int narrow = 0;  // 0: as block_rows
+  int block_rows, groups, split, tiles, producer_registers, consumer_registers, least;
   int ctas = 1;
 
   static constexpr int kMultiprocessors = 132;  // of an H100 or H200
@@ -49,14 +48,14 @@ struct Sm90Choice {
 // A launch's registers are shared by its threads when it starts, so what producers give up must be
 // what consumers take: (168 or 96) times the threads in all.
 inline constexpr ForTokens<Sm90Choice> kSm90Tilings[] = {
-    {0, {16, 2, 1, 1, 56, 224}},  // fits every layer, for those that no other fits
-    {0.5, {8, 2, 2, 1, 64, 104}},
-    {1.5, {8, 4, 1, 1, 64, 104}},
-    {9, {16, 4, 1, 1, 64, 104, 0, 2}},
-    {22, {32, 4, 1, 1, 64, 104, 0, 2}},
-    {44, {48, 4, 1, 1, 64, 104, 32, 2}},
-    {200, {128, 2, 1, 2, 56, 224, 80, 2}},
-    {kAnyNumber, {128, 2, 1, 2, 56, 224, 112, 2}},
+    {0, {16, 2, 1, 1, 56, 224, 8}},  // fits every layer, for those that no other fits
+    {1.5, {8, 2, 2, 1, 64, 104, 8, 2}},
+    {9, {16, 4, 1, 1, 64, 104, 8, 2}},
+    {22, {32, 4, 1, 1, 64, 104, 16, 2}},
+    {44, {48, 4, 1, 1, 64, 104, 24, 2}},
+    {72, {80, 2, 1, 2, 56, 224, 48, 2}},
+    {104, {112, 2, 1, 2, 56, 224, 64, 2}},
+    {kAnyNumber, {160, 2, 1, 2, 56, 224, 80, 2}},
 };
 
 // Blackwell: Sm100Tiling of stages/sm100_pipeline.hpp.
@@ -176,7 +175,7 @@ inline int stages_of(const Sm100Choice& tiling, const Problem& problem) {
 
 // Template arguments of Sm90Tiling and Sm100Tiling.
 inline std::vector<int> constants_of(const Sm90Choice& t, const Problem& problem) {
-  return {t.groups, t.split, t.tiles, t.narrow ? t.narrow : t.block_rows, stages_of(t, problem),
+  return {t.groups, t.split, t.tiles, t.least, stages_of(t, problem),
           t.producer_registers, t.consumer_registers, t.ctas};
 }
 inline std::vector<int> constants_of(const Sm100Choice& t, const Problem& problem) {

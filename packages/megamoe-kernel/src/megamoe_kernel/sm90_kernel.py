@@ -44,7 +44,7 @@ class Tiling:
     tiles: int
     producer_registers: int
     consumer_registers: int
-    narrow: int = 0
+    least: int
     ctas: int = 1
 
 

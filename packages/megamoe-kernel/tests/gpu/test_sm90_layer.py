@@ -19,7 +19,16 @@ from megamoe_kernel import (
 from megamoe_kernel.models import MoEShape
 from megamoe_kernel.reference import RankTokens, mega_moe
 from megamoe_kernel.sm90_kernel import Tiling, all_tilings, run_sm90_layer
-from megamoe_kernel.verify.cases import CASES, TINY, Case, masked, random_weights, spread
+from megamoe_kernel.verify.cases import (
+    CASES,
+    PRO,
+    TINY,
+    Case,
+    hot,
+    masked,
+    random_weights,
+    spread,
+)
 from megamoe_kernel.verify.checks import (
     BOUNDS,
     SWIGLU_LIMIT,
@@ -68,6 +77,21 @@ def test_all_cases() -> None:
 @pytest.mark.parametrize("tiling", all_tilings(), ids=lambda tiling: f"{tiling.block_rows} rows")
 def test_every_tiling_with_any_number_of_tokens(tiling: Tiling) -> None:
     _check(_with(tiling), [case for case in CASES if case.shape == TINY])
+
+
+@pytest.mark.parametrize(
+    "tiling",
+    [tiling for tiling in all_tilings() if tiling.least < tiling.block_rows],
+    ids=lambda tiling: f"{tiling.block_rows} rows",
+)
+def test_blocks_of_every_size(tiling: Tiling) -> None:
+    """Each width of the products, and results that take one tile or two: all want expert 0."""
+    tokens = [n for n in range(1, tiling.block_rows + 2) if n % 8 in (0, 1)]
+    _check(_with(tiling), [Case(f"{n} tokens", TINY, n, hot) for n in tokens])
+
+
+def test_many_tokens_of_pro() -> None:
+    _check(public_layer("sm_90a"), [Case("Pro EP 8, 1100 tokens", PRO, 1100, spread)])
 
 
 def test_sizes_of_the_tiny_model() -> None:

@@ -174,7 +174,7 @@ def test_every_number_of_a_kernel(arch: str) -> None:
             threads = 128 * (1 + tiling.groups * tiling.split)
             rows = 64 * tiling.groups * tiling.tiles
             own = (
-                tiling.groups, tiling.split, tiling.tiles, tiling.narrow or tiling.block_rows,
+                tiling.groups, tiling.split, tiling.tiles, tiling.least,
                 tile[4], tiling.producer_registers, tiling.consumer_registers, tiling.ctas,
             )  # fmt: skip
         else:

@@ -59,9 +59,34 @@ def test_every_task_is_there_once(
 def test_ctas_share_the_list(
     host_library: ctypes.CDLL, sizes: tuple[int, int, int, int], num_ctas: int
 ) -> None:
-    listed = tasks(host_library, sizes)
-    for cta in range(num_ctas):
-        assert tasks(host_library, sizes, cta, num_ctas) == listed[cta::num_ctas]
+    place = {task: i for i, task in enumerate(tasks(host_library, sizes))}
+    shares = [tasks(host_library, sizes, cta, num_ctas) for cta in range(num_ctas)]
+    for share in shares:
+        places = [place[task] for task in share]
+        assert places == sorted(places)
+    assert sorted(task for share in shares for task in share) == sorted(place)
+
+
+@pytest.mark.parametrize(("l1_tasks", "l2_tasks", "num_ctas"), [(48, 56, 132), (24, 28, 66)])
+def test_no_cta_works_longer_than_by_turns(
+    host_library: ctypes.CDLL, l1_tasks: int, l2_tasks: int, num_ctas: int
+) -> None:
+    """Pro: a task of L1 has 7168 columns, one of L2 3072. A single token's six blocks are 3.27 L1
+    tasks for each CTA; by turns alone, some had 18 % more."""
+    columns = {1: 7168, 2: 3072}
+
+    def longest(shares: list[list[Task]]) -> int:
+        return max(sum(columns[layer] for layer, _, _ in share) for share in shares)
+
+    for num_blocks in range(1, 40):
+        sizes = num_blocks, 11, l1_tasks, l2_tasks
+        listed = tasks(host_library, sizes)
+        shares = [tasks(host_library, sizes, cta, num_ctas) for cta in range(num_ctas)]
+        turns = [listed[cta::num_ctas] for cta in range(num_ctas)]
+        assert longest(shares) <= longest(turns)
+        if num_blocks == 6:
+            mean = sum(columns[layer] for layer, _, _ in listed) / num_ctas
+            assert longest(shares) < 1.05 * mean < 1.15 * mean < longest(turns)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -36,4 +36,13 @@ MEGAMOE_FN bool wait_at_least(M& m, const uint32_t* counter, Scope scope, Place 
   });
 }
 
+// After a wait that was given up, copies and products may be on their way to memory that is about to
+// have another owner. What was begun comes to its end in microseconds.
+template <Machine M>
+MEGAMOE_FN void let_settle(M& m) {
+  constexpr uint64_t kSettled = 100'000;  // nanoseconds
+  const uint64_t start = m.clock();
+  while (m.clock() - start < kSettled) m.pause();
+}
+
 }  // namespace megamoe

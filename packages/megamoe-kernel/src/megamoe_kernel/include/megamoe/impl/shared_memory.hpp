@@ -16,7 +16,7 @@ MEGAMOE_FN constexpr int shared_words(const Shape& shape) {
 }
 template <class Format, class Shape>
 MEGAMOE_FN constexpr int shared_tile_bytes(const Shape& shape) {
-  const int l1 = l1_tile_bytes<Format>(shape), l2 = l2_tile_bytes(shape);
+  const int l1 = l1_tile_bytes<Format>(shape), l2 = l2_tile_bytes(shape, shape.block_rows);
   return l1 > l2 ? l1 : l2;
 }
 

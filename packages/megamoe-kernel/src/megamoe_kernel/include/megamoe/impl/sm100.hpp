@@ -130,15 +130,6 @@ MEGAMOE_GPU_FN bool sm100_bring(M& m, const Group& fetchers, const Shape& shape,
   return multiply(m, shape, pool, stages, tensor);
 }
 
-// After a wait that was given up, copies and products may be on their way to memory that is about to
-// have another owner. What was begun comes to its end in microseconds.
-template <Machine M>
-MEGAMOE_GPU_FN void let_settle(M& m) {
-  constexpr uint64_t kSettled = 100'000;  // nanoseconds
-  const uint64_t start = m.clock();
-  while (m.clock() - start < kSettled) m.pause();
-}
-
 // All threads of all CTAs of a rank. shared: aligned to 1024. Where a wait was given up, the field
 // "failure" tells and the output is unspecified; the buffer has to be cleared before it is used
 // again.

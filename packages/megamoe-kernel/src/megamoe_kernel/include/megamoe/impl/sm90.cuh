@@ -75,36 +75,47 @@ class Planner {
   uint32_t count_ = 0;
 };
 
-// Consumers: sums of one task to the tile; count: its number among this CTA's. False if a wait was
-// given up.
+// Consumers: sums of one task to the tile, in L2 perhaps in two pieces. tiles: how many this CTA has
+// handed over. False if a wait was given up.
 template <class Tiling, Machine M, class Shape>
 __device__ __forceinline__ bool sm90_task(M& m, const Group& computers,
                                           const Sm90Cta<Tiling, Shape>& cta,
                                           const PlannedTask& planned,
                                           const StageCursor<Tiling::stages>& at, int steps,
-                                          uint32_t count) {
+                                          uint32_t& tiles) {
   const int thread = computers.thread(m);
   Sm90Sums<Tiling, Shape::block_rows> sums;
   // By a shuffle, so that the compiler sees that it is uniform.
   sums.warpgroup = static_cast<int>(m.shuffle(thread / kWarpgroup, 0));
   sums.thread = thread % kWarpgroup;
-  sums.rows = planned.block.rows;
-  bool ok;
-  if (Tiling::narrow < Shape::block_rows && sums.rows <= Tiling::narrow) {
-    ok = sums.template accumulate<Tiling::narrow>(m, cta.stages, at, steps);
-  } else {
-    ok = sums.template accumulate<Shape::block_rows>(m, cta.stages, at, steps);
-  }
-  if (!cta.handoff.wait_free(m, count)) ok = false;
+  sums.rows = sums.end = static_cast<int>(m.shuffle(planned.block.rows, 0));
+  bool ok = sums.accumulate(m, cta.stages, at, steps);
+  if (!cta.handoff.wait_free(m, tiles)) ok = false;
   if (!sums.reduce(m, computers, cta.partials, ok)) return false;
+  const auto hand_over = [&] {
+    m.sync_warp();
+    if (sums.phase() == 0 && lane_idx(m) == 0) ptx::barrier_arrive(cta.handoff.full);
+    ++tiles;
+  };
   if (planned.task.layer == Layer::kL1) {
     l1_to_tile<Bf16>(m, cta.shape, cta.mine, planned.task, planned.block,
                      {planned.alpha, planned.alpha_up, 0.0f, cta.arguments.limit}, sums, cta.tile);
-  } else {
-    l2_to_tile(m, cta.shape, planned.alpha, sums, cta.tile);
+    hand_over();
+    return true;
   }
-  m.sync_warp();
-  if (sums.phase() == 0 && lane_idx(m) == 0) ptx::barrier_arrive(cta.handoff.full);
+  constexpr int kTokens = sm90_tile_tokens(Shape{});
+  MEGAMOE_UNROLL
+  for (int first = 0; first < Shape::block_rows; first += kTokens) {
+    if (first >= sums.rows) break;
+    if (first > 0) {
+      ok = cta.handoff.wait_free(m, tiles);
+      if (!m.sync_all(kWarpgroupBarrier + sums.warpgroup, kWarpgroup, ok)) return false;
+    }
+    sums.first = first;
+    sums.end = sums.rows < first + kTokens ? sums.rows : first + kTokens;
+    l2_to_tile(m, cta.shape, planned.alpha, sums, cta.tile, first);
+    hand_over();
+  }
   return true;
 }
 
@@ -113,11 +124,12 @@ template <class Tiling, Machine M, class Shape>
 __device__ __forceinline__ bool sm90_compute(M& m, const Group& computers,
                                              const Sm90Cta<Tiling, Shape>& cta) {
   StageCursor<Tiling::stages> at;
+  uint32_t tiles = 0;
   for (uint32_t count = 0;; ++count) {
     const PlannedTask planned = cta.plan[count % kPlanned];
-    if (planned.block.rows == 0) return cta.handoff.wait_free(m, count);
+    if (planned.block.rows == 0) return cta.handoff.wait_free(m, tiles);
     const int steps = task_steps<Tiling>(cta.shape, planned.task.layer);
-    if (!sm90_task(m, computers, cta, planned, at, steps, count)) return false;
+    if (!sm90_task(m, computers, cta, planned, at, steps, tiles)) return false;
     at.advance(steps);
   }
 }
@@ -132,18 +144,27 @@ __device__ __forceinline__ void sm90_store(M& m, const Group& storer, const Grou
   Planner<Tiling, M, Shape> planner(m, cta);
   for (int i = 0; i < kPlanned - 1; ++i) planner.plan_next();
   readers.sync(m);
+  uint32_t tiles = 0;
   for (uint32_t count = 0;; ++count) {
     planner.plan_next();
     m.sync_warp();
     const PlannedTask planned = cta.plan[count % kPlanned];
-    if (planned.block.rows == 0 || !cta.handoff.wait_full(m, count)) return;
-    if (planned.task.layer == Layer::kL1) {
-      l1_store_tile<Bf16>(m, storer, cta.shape, cta.mine, planned.task, planned.block, cta.tile);
-    } else {
-      l2_store_tile<Bf16>(m, storer, cta.shape, cta.arguments.buffers, planned.task,
-                          planned.block, cta.arguments.output, cta.tile);
+    const int rows = planned.block.rows;
+    const bool is_l1 = planned.task.layer == Layer::kL1;
+    for (int first = 0, end; first < rows; first = end) {
+      if (!cta.handoff.wait_full(m, tiles++)) return;
+      const int room = is_l1 ? rows : sm90_tile_tokens(cta.shape);
+      end = rows - first < room ? rows : first + room;
+      if (is_l1) {
+        l1_store_tile<Bf16>(m, storer, cta.shape, cta.mine, planned.task, planned.block,
+                            cta.tile);
+      } else {
+        l2_store_tile<Bf16>(m, storer, cta.shape, cta.arguments.buffers, planned.task,
+                            planned.block, cta.arguments.output, cta.tile, first, end);
+      }
+      if (lane_idx(m) == 0) ptx::barrier_arrive(cta.handoff.free);
     }
-    if (lane_idx(m) == 0) ptx::barrier_arrive(cta.handoff.free);
+    if (rows == 0) return;
   }
 }
 
@@ -242,7 +263,7 @@ __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
     planners.sync(m);
     ptx::registers_up<Tiling::consumer_registers>();
     ok = sm90_compute(m, computers, cta);
-    if (!computers.sync(m, ok)) return;
+    if (!computers.sync(m, ok)) return let_settle(m);
     if (!rank_barrier(m, computers, arguments.buffers, shape.num_ranks, kCombineSignal, launch)) {
       return;
     }

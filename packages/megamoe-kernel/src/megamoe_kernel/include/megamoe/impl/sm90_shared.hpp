@@ -16,6 +16,18 @@ struct PlannedTask {
 };
 inline constexpr int kPlanned = 4;  // places for them in shared memory; the last is free
 
+// Tokens of a block that the epilogues' tile has room for in L2, whose rows are twice as long as
+// L1's: half of a large block, so that there is memory for one more stage.
+template <class Shape>
+MEGAMOE_FN constexpr int sm90_tile_tokens(const Shape& shape) {
+  return shape.block_rows > 64 ? shape.block_rows / 2 : shape.block_rows;
+}
+template <class Shape>
+MEGAMOE_FN constexpr int sm90_tile_bytes(const Shape& shape) {
+  const int l1 = l1_tile_bytes<Bf16>(shape), l2 = l2_tile_bytes(shape, sm90_tile_tokens(shape));
+  return l1 > l2 ? l1 : l2;
+}
+
 // The stages, a tile for the epilogues, sums to be added, words, the tile's barriers, the plan:
 // where each begins.
 struct Sm90Shared {
@@ -26,7 +38,7 @@ MEGAMOE_FN constexpr Sm90Shared sm90_shared(const Shape& shape, int split, int s
   const int rows = shape.block_rows, weight_rows = shape.weight_rows;
   Sm90Shared at{};
   at.tile_at = ceil_div(sm90_ring_bytes(stages, rows, weight_rows, split), 128) * 128;
-  at.partials_at = at.tile_at + shared_tile_bytes<Bf16>(shape);
+  at.partials_at = at.tile_at + sm90_tile_bytes(shape);
   at.words_at = at.partials_at + (split - 1) * weight_rows * rows * 4;
   at.handoff_at = at.words_at + 4 * shared_words(shape);
   at.plan_at = at.handoff_at + 2 * 8;

@@ -17,13 +17,14 @@ struct Sm90Sums {
   float d[Tiling::tiles][kValues];
   int warpgroup, thread;  // among the consumers, in the warpgroup
   int rows;               // tokens of the block
+  int first = 0, end;     // those that for_each is for
 
   __device__ __forceinline__ int group() const { return warpgroup / Tiling::split; }
   __device__ __forceinline__ int phase() const { return warpgroup % Tiling::split; }
 
-  // The task's stages; at: the first one. Multiplies kWidth tokens. Goes on after a wait that was
-  // given up, so that the warpgroup stays together, and returns false.
-  template <int kWidth, Machine M, class Shape>
+  // The task's stages; at: the first one. Goes on after a wait that was given up, so that the
+  // warpgroup stays together, and returns false.
+  template <Machine M, class Shape>
   __device__ __forceinline__ bool accumulate(M& m, const Stages<Tiling, Shape>& stages,
                                              StageCursor<Tiling::stages> at, int steps) {
     constexpr int kHalfTokens = Shape::block_rows * kBoxColumns * 2;  // bytes of half a stage
@@ -34,7 +35,7 @@ struct Sm90Sums {
     }
     constexpr int kBatches = 2 * Tiling::tiles;  // of a stage: the halves of each tile
     // Two warpgroups alone fetch from shared memory before they need it; four hide it for each other.
-    constexpr bool kAhead = Tiling::tiles > 1;
+    constexpr bool kAhead = Tiling::warpgroups < 4;
     const int lane = thread % kWarpSize;
     uint32_t held = 0;  // the barrier of a stage that is read until the next batch's wait
     bool ok = wait_phase(m, stages.full(at.stage), at.round);
@@ -50,14 +51,9 @@ struct Sm90Sums {
         if (!kAhead) load(stages, at.stage, i, half[i % 2]);
         if (kAhead && i + 1 < kBatches) load(stages, at.stage, i + 1, half[(i + 1) % 2]);
         decode(half[i % 2], fragment[i % 2]);
-        ptx::wgmma_fence();
-        MEGAMOE_UNROLL
-        for (int j = 0; j < 4; ++j) {
-          ptx::wgmma(reinterpret_cast<float(&)[kWidth / 2]>(d[i % Tiling::tiles]),
-                     fragment[i % 2][j],
-                     ptx::descriptor_plus(tokens, i / Tiling::tiles * kHalfTokens + j * 32));
-        }
-        ptx::wgmma_commit();
+        multiply<Tiling::least, Shape::block_rows>(
+            d[i % Tiling::tiles], fragment[i % 2],
+            ptx::descriptor_plus(tokens, i / Tiling::tiles * kHalfTokens));
         if (kAhead && i + 1 == kBatches && step + 1 < steps) {
           at.advance();
           if (!wait_phase(m, stages.full(at.stage), at.round)) ok = false;
@@ -108,7 +104,7 @@ struct Sm90Sums {
       const int task_tile = group() * Tiling::tiles + tile;
       MEGAMOE_UNROLL
       for (int j = 0; j < kTokens / 8; ++j) {
-        if (8 * j >= rows) continue;  // not a break: d stays in registers
+        if (8 * j < first || 8 * j >= end) continue;  // not a break: d stays in registers
         const float* sum = &d[tile][4 * j];
         if constexpr (requires { f(L1SumsOf<1>{}); }) {
           f(L1SumsOf<1>{{{sum[0], sum[1]}}, {{sum[2], sum[3]}}, {task_tile * 32 + 8 * w + g},
@@ -122,6 +118,27 @@ struct Sm90Sums {
   }
 
  private:
+  // A batch, four steps of K, for as many tokens as the block has rows: multiples of 8 from kLeast to
+  // kMost. Only this is there for every width, with its fence and commit: with loops of several
+  // widths ptxas serializes wgmma (C7512), and with the commit outside it waits for every batch.
+  template <int kLeast, int kMost>
+  __device__ __forceinline__ void multiply(float (&sums)[kValues], const uint32_t (&a)[4][4],
+                                           uint64_t tokens) const {
+    if constexpr (kLeast < kMost) {
+      constexpr int kMiddle = kLeast + (kMost - kLeast) / 16 * 8;
+      if (rows <= kMiddle) return multiply<kLeast, kMiddle>(sums, a, tokens);
+      return multiply<kMiddle + 8, kMost>(sums, a, tokens);
+    } else {
+      ptx::wgmma_fence();
+      MEGAMOE_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        ptx::wgmma(reinterpret_cast<float(&)[kMost / 2]>(sums), a[j],
+                   ptx::descriptor_plus(tokens, j * 32));
+      }
+      ptx::wgmma_commit();
+    }
+  }
+
   // What a thread has of half a tile, four steps, as it lies in memory.
   struct Half {
     Chunk codes;

@@ -19,16 +19,15 @@ inline constexpr int kMaxBoxRows = 16;
 
 // How the consumer warpgroups share a task. groups x split warpgroups; each group has `tiles` tiles
 // of rows of its own, and each of its warpgroups one of a stage's `split` tiles of K. These sum up at
-// the end. narrow: tokens up to which a block is multiplied as one of so many; block_rows: there are
-// none. ctas: of a cluster, 1 or 2; two work on the same block, and each brings half of its tokens to
-// both.
-template <int kGroups, int kSplit, int kTiles, int kNarrow, int kStages, int kProducerRegisters,
+// the end. least: tokens that a block is multiplied as at least; more, in eights. ctas: of a cluster,
+// 1 or 2; two work on the same block, and each brings half of its tokens to both.
+template <int kGroups, int kSplit, int kTiles, int kLeast, int kStages, int kProducerRegisters,
           int kConsumerRegisters, int kCtas>
 struct Sm90Tiling {
   static_assert(kCtas == 1 || kCtas == 2);
   static constexpr int ctas = kCtas;
   static constexpr int groups = kGroups, split = kSplit, tiles = kTiles, stages = kStages;
-  static constexpr int narrow = kNarrow;
+  static constexpr int least = kLeast;
   static constexpr int producer_registers = kProducerRegisters;
   static constexpr int consumer_registers = kConsumerRegisters;
   static constexpr int warpgroups = groups * split;
@@ -150,7 +149,7 @@ struct TileHandoff {
     ptx::barrier_init(free, 1);
     ptx::fence_barrier_init();
   }
-  // The tile of task number `count` of this CTA may be written; all tiles before it are stored.
+  // Tile number `count` of this CTA may be written; all tiles before it are stored.
   template <Machine M>
   __device__ __forceinline__ bool wait_free(M& m, uint32_t count) const {
     return wait_phase(m, free, count + 1);
