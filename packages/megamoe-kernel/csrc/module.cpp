@@ -95,6 +95,7 @@ void define_tilings(py::module_& module, const std::string& arch,
     const Problem problem =
         problem_of<Format>(std::bit_cast<MoEShape>(layer), num_ranks, num_shared, ring_rows,
                            tiling.block_rows, tiling.weight_rows(), Tiling::kMultiprocessors);
+    require(fits(tiling, std::bit_cast<MoEShape>(layer)), "the tiling does not divide the layer");
     return std::tuple(constants_of(tiling, problem), ints(problem), tiling.threads());
   });
 }

@@ -37,7 +37,7 @@ inline constexpr double kAnyNumber = std::numeric_limits<double>::infinity();
 
 // Hopper: Sm90Tiling of stages/sm90_pipeline.cuh, and a block's tokens.
 struct Sm90Choice {
-  int block_rows, groups, split, tiles, producer_registers, consumer_registers, least;
+  int block_rows, groups, split, depth, tiles, producer_registers, consumer_registers, least;
   int ctas = 1;
 
   static constexpr int kMultiprocessors = 132;  // of an H100 or H200
@@ -48,14 +48,14 @@ struct Sm90Choice {
 // A launch's registers are shared by its threads when it starts, so what producers give up must be
 // what consumers take: (168 or 96) times the threads in all.
 inline constexpr ForTokens<Sm90Choice> kSm90Tilings[] = {
-    {0, {16, 2, 1, 1, 56, 224, 8}},  // fits every layer, for those that no other fits
-    {1.5, {8, 2, 2, 1, 64, 104, 8, 2}},
-    {9, {16, 4, 1, 1, 64, 104, 8, 2}},
-    {22, {32, 4, 1, 1, 64, 104, 16, 2}},
-    {44, {48, 4, 1, 1, 64, 104, 24, 2}},
-    {72, {80, 2, 1, 2, 56, 224, 48, 2}},
-    {104, {112, 2, 1, 2, 56, 224, 64, 2}},
-    {kAnyNumber, {160, 2, 1, 2, 56, 224, 80, 2}},
+    {0, {16, 2, 1, 1, 1, 56, 224, 8}},  // fits every layer, for those that no other fits
+    {1.5, {8, 2, 2, 1, 1, 64, 104, 8, 2}},
+    {9, {16, 4, 1, 2, 1, 64, 104, 8, 2}},
+    {22, {32, 4, 1, 2, 1, 64, 104, 16, 2}},
+    {44, {48, 4, 1, 2, 1, 64, 104, 24, 2}},
+    {72, {80, 2, 1, 1, 2, 56, 224, 48, 2}},
+    {104, {112, 2, 1, 1, 2, 56, 224, 64, 2}},
+    {kAnyNumber, {160, 2, 1, 1, 2, 56, 224, 80, 2}},
 };
 
 // Blackwell: Sm100Tiling of stages/sm100_pipeline.hpp.
@@ -86,7 +86,8 @@ inline constexpr ForTokens<Sm100Choice> kSm100Pairs[] = {
 };
 
 inline bool fits(const Sm90Choice& tiling, const MoEShape& layer) {
-  const int columns = tiling.split * kTileColumns, rows = tiling.ctas * tiling.weight_rows();
+  const int columns = tiling.split * tiling.depth * kTileColumns;
+  const int rows = tiling.ctas * tiling.weight_rows();
   return layer.hidden % columns == 0 && layer.intermediate % columns == 0 &&
          layer.hidden % rows == 0 && 2 * layer.intermediate % rows == 0;
 }
@@ -163,7 +164,7 @@ int stages_that_fit(int most, Bytes bytes) {
 }
 inline int stages_of(const Sm90Choice& tiling, const Problem& problem) {
   return stages_that_fit(24, [&](int stages) {
-    return sm90_shared(problem, tiling.split, stages).bytes;
+    return sm90_shared(problem, tiling.split, tiling.depth, stages).bytes;
   });
 }
 inline int stages_of(const Sm100Choice& tiling, const Problem& problem) {
@@ -175,7 +176,7 @@ inline int stages_of(const Sm100Choice& tiling, const Problem& problem) {
 
 // Template arguments of Sm90Tiling and Sm100Tiling.
 inline std::vector<int> constants_of(const Sm90Choice& t, const Problem& problem) {
-  return {t.groups, t.split, t.tiles, t.least, stages_of(t, problem),
+  return {t.groups, t.split, t.depth, t.tiles, t.least, stages_of(t, problem),
           t.producer_registers, t.consumer_registers, t.ctas};
 }
 inline std::vector<int> constants_of(const Sm100Choice& t, const Problem& problem) {

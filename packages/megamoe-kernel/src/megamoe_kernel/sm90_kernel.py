@@ -41,6 +41,7 @@ class Tiling:
     block_rows: int
     groups: int
     split: int
+    depth: int
     tiles: int
     producer_registers: int
     consumer_registers: int

@@ -23,7 +23,9 @@ def test_every_tiling_is_compiled_for_a_model() -> None:
     functions = {source.function for source in kernels_of(PRO, 8, "sm_90a")}
     assert all(
         any(f"Sm90Tiling<{listed}" in function for function in functions)
-        for listed in (f"{t.groups}, {t.split}, {t.tiles}, {t.least}," for t in all_tilings())
+        for listed in (
+            f"{t.groups}, {t.split}, {t.depth}, {t.tiles}, {t.least}," for t in all_tilings()
+        )
     )
 
 

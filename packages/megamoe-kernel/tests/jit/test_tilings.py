@@ -96,7 +96,7 @@ def test_narrow_layers_take_small_tasks() -> None:
 @by_kernel
 def test_stages_are_as_many_as_fit(arch: str, nvrtc: Nvrtc) -> None:
     """The kernel itself refuses one stage more, in its own layout of shared memory."""
-    place, most = (4, 24) if arch == "sm_90a" else (2, 8)
+    place, most = (5, 24) if arch == "sm_90a" else (2, 8)
     template = "Sm90Tiling" if arch == "sm_90a" else "Sm100Tiling"
     for tiling in every_tiling(arch):
         if arch == "sm_90a" and tiling == sm90_kernel.all_tilings()[0]:
@@ -158,6 +158,10 @@ def test_sizes_that_no_kernel_has_are_refused(arch: str) -> None:
             source(arch, PRO, tiling, ring_rows)
     with pytest.raises(ShapeError, match="at most one shared expert"):
         SOURCES[arch](PRO, 8, MOST_RING_ROWS, tiling, 2)
+    odd = MoEShape(8, 2, 512, 384)  # three tiles of K in L2
+    for unfit in (t for t in kernel.all_tilings() if arch == "sm_90a" and t.depth == 2):
+        with pytest.raises(ShapeError, match="the tiling does not divide the layer"):
+            source(arch, odd, unfit)
     many = MoEShape(8192, 32, 7168, 3072)
     with pytest.raises(ShapeError, match="no shared memory for stages"):
         source(arch, many, kernel.tilings_of(many)[-1])
@@ -174,8 +178,8 @@ def test_every_number_of_a_kernel(arch: str) -> None:
             threads = 128 * (1 + tiling.groups * tiling.split)
             rows = 64 * tiling.groups * tiling.tiles
             own = (
-                tiling.groups, tiling.split, tiling.tiles, tiling.least,
-                tile[4], tiling.producer_registers, tiling.consumer_registers, tiling.ctas,
+                tiling.groups, tiling.split, tiling.depth, tiling.tiles, tiling.least,
+                tile[5], tiling.producer_registers, tiling.consumer_registers, tiling.ctas,
             )  # fmt: skip
         else:
             threads, rows = 512, 128 * tiling.tiles

@@ -183,7 +183,8 @@ __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   static_assert(problem_error<Bf16>(Shape{}) == nullptr);
   static_assert(Shape::weight_rows == Tiling::weight_rows);
   static_assert(shares_out(Shape{}, Tiling::ctas));
-  constexpr Sm90Shared kAt = sm90_shared(Shape{}, Tiling::split, Tiling::stages);
+  static_assert(Shape::hidden % Tiling::columns == 0 && Shape::intermediate % Tiling::columns == 0);
+  constexpr Sm90Shared kAt = sm90_shared(Shape{}, Tiling::split, Tiling::depth, Tiling::stages);
   static_assert(kAt.bytes <= kMostShared && kAt.tile_at % 128 == 0);
   static_assert(Stages<Tiling, Shape>::kBarriersAt + 16 * Tiling::stages <= kAt.tile_at);
   static_assert(kAt.handoff_at + 2 * 8 <= kAt.plan_at);

@@ -34,10 +34,10 @@ struct Sm90Shared {
   int tile_at, partials_at, words_at, handoff_at, plan_at, bytes;
 };
 template <class Shape>
-MEGAMOE_FN constexpr Sm90Shared sm90_shared(const Shape& shape, int split, int stages) {
+MEGAMOE_FN constexpr Sm90Shared sm90_shared(const Shape& shape, int split, int depth, int stages) {
   const int rows = shape.block_rows, weight_rows = shape.weight_rows;
   Sm90Shared at{};
-  at.tile_at = ceil_div(sm90_ring_bytes(stages, rows, weight_rows, split), 128) * 128;
+  at.tile_at = ceil_div(sm90_ring_bytes(stages, rows, weight_rows, split * depth), 128) * 128;
   at.partials_at = at.tile_at + sm90_tile_bytes(shape);
   at.words_at = at.partials_at + (split - 1) * weight_rows * rows * 4;
   at.handoff_at = at.words_at + 4 * shared_words(shape);

@@ -33,7 +33,8 @@ struct Sm90Sums {
       MEGAMOE_UNROLL
       for (int i = 0; i < kValues; ++i) d[tile][i] = 0.0f;
     }
-    constexpr int kBatches = 2 * Tiling::tiles;  // of a stage: the halves of each tile
+    // Of a stage: the halves of each tile.
+    constexpr int kBatches = 2 * Tiling::tiles * Tiling::depth;
     // Two warpgroups alone fetch from shared memory before they need it; four hide it for each other.
     constexpr bool kAhead = Tiling::warpgroups < 4;
     const int lane = thread % kWarpSize;
@@ -53,7 +54,7 @@ struct Sm90Sums {
         decode(half[i % 2], fragment[i % 2]);
         multiply<Tiling::least, Shape::block_rows>(
             d[i % Tiling::tiles], fragment[i % 2],
-            ptx::descriptor_plus(tokens, i / Tiling::tiles * kHalfTokens));
+            ptx::descriptor_plus(tokens, (k_tile(i) * 2 + half_of(i)) * kHalfTokens));
         if (kAhead && i + 1 == kBatches && step + 1 < steps) {
           at.advance();
           if (!wait_phase(m, stages.full(at.stage), at.round)) ok = false;
@@ -139,6 +140,14 @@ struct Sm90Sums {
     }
   }
 
+  // Of a batch: tile of K among the stage's, less phase(), and half.
+  __device__ __forceinline__ static constexpr int k_tile(int batch) {
+    return batch / (2 * Tiling::tiles) * Tiling::split;
+  }
+  __device__ __forceinline__ static constexpr int half_of(int batch) {
+    return batch / Tiling::tiles % 2;
+  }
+
   // What a thread has of half a tile, four steps, as it lies in memory.
   struct Half {
     Chunk codes;
@@ -147,8 +156,9 @@ struct Sm90Sums {
   template <class Shape>
   __device__ __forceinline__ void load(const Stages<Tiling, Shape>& stages, int stage, int batch,
                                        Half& to) const {
-    const int tile = batch % Tiling::tiles, half = batch / Tiling::tiles;
-    const uint8_t* from = stages.weights(stage, group() * Tiling::tiles + tile, phase());
+    const int tile = batch % Tiling::tiles, half = half_of(batch);
+    const uint8_t* from =
+        stages.weights(stage, group() * Tiling::tiles + tile, k_tile(batch) + phase());
     to.codes = reinterpret_cast<const Chunk*>(from + half * (kTileCodeBytes / 2))[thread];
     to.scales = reinterpret_cast<const uint16_t*>(from + kTileCodeBytes +
                                                   half * (kTileScaleBytes / 2))[thread];

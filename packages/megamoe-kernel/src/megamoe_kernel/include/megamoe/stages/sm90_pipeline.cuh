@@ -18,23 +18,26 @@ inline constexpr int kBoxColumns = 64;  // BF16: the 128 bytes of the swizzle
 inline constexpr int kMaxBoxRows = 16;
 
 // How the consumer warpgroups share a task. groups x split warpgroups; each group has `tiles` tiles
-// of rows of its own, and each of its warpgroups one of a stage's `split` tiles of K. These sum up at
-// the end. least: tokens that a block is multiplied as at least; more, in eights. ctas: of a cluster,
-// 1 or 2; two work on the same block, and each brings half of its tokens to both.
-template <int kGroups, int kSplit, int kTiles, int kLeast, int kStages, int kProducerRegisters,
-          int kConsumerRegisters, int kCtas>
+// of rows of its own, and each of its warpgroups `depth` of a stage's split x depth tiles of K. These
+// sum up at the end. least: tokens that a block is multiplied as at least; more, in eights. ctas: of
+// a cluster, 1 or 2; two work on the same block, and each brings half of its tokens to both.
+template <int kGroups, int kSplit, int kDepth, int kTiles, int kLeast, int kStages,
+          int kProducerRegisters, int kConsumerRegisters, int kCtas>
 struct Sm90Tiling {
   static_assert(kCtas == 1 || kCtas == 2);
   static constexpr int ctas = kCtas;
-  static constexpr int groups = kGroups, split = kSplit, tiles = kTiles, stages = kStages;
+  static constexpr int groups = kGroups, split = kSplit, depth = kDepth, tiles = kTiles;
+  static constexpr int stages = kStages;
   static constexpr int least = kLeast;
   static constexpr int producer_registers = kProducerRegisters;
   static constexpr int consumer_registers = kConsumerRegisters;
   static constexpr int warpgroups = groups * split;
   static constexpr int task_tiles = groups * tiles;
   static constexpr int weight_rows = task_tiles * kTileRows;
-  static constexpr int columns = split * kTileColumns;                        // of a stage
-  static constexpr int weight_bytes = sm90_weight_bytes(weight_rows, split);  // of a stage
+  // Of a stage:
+  static constexpr int k_tiles = split * depth;
+  static constexpr int columns = k_tiles * kTileColumns;
+  static constexpr int weight_bytes = sm90_weight_bytes(weight_rows, k_tiles);
 };
 
 template <class Shape>
@@ -51,7 +54,7 @@ MEGAMOE_FN constexpr int task_steps(const Shape& shape, Layer layer) {
 // The ring of stages, in shared memory. Tokens first: boxes want 1024-byte addresses.
 template <class Tiling, class Shape>
 struct Stages {
-  static constexpr int kTokenBytes = sm90_token_bytes(Shape::block_rows, Tiling::split);
+  static constexpr int kTokenBytes = sm90_token_bytes(Shape::block_rows, Tiling::k_tiles);
   static constexpr int kTokensAt = 0;
   static constexpr int kWeightsAt = kTokensAt + Tiling::stages * kTokenBytes;
   static constexpr int kBarriersAt = kWeightsAt + Tiling::stages * Tiling::weight_bytes;
@@ -65,13 +68,13 @@ struct Stages {
   __device__ __forceinline__ uint32_t address(int at) const {
     return base_address + static_cast<uint32_t>(at);
   }
-  // phase: which tile of K.
-  __device__ __forceinline__ uint32_t tokens(int stage, int phase) const {
-    return address(kTokensAt + stage * kTokenBytes + phase * (kTokenBytes / Tiling::split));
+  // k: which tile of K.
+  __device__ __forceinline__ uint32_t tokens(int stage, int k) const {
+    return address(kTokensAt + stage * kTokenBytes + k * (kTokenBytes / Tiling::k_tiles));
   }
-  __device__ __forceinline__ const uint8_t* weights(int stage, int tile, int phase) const {
+  __device__ __forceinline__ const uint8_t* weights(int stage, int tile, int k) const {
     return base + kWeightsAt + stage * Tiling::weight_bytes +
-           (tile * Tiling::split + phase) * kTileBytes;
+           (tile * Tiling::k_tiles + k) * kTileBytes;
   }
   __device__ __forceinline__ uint32_t full(int stage) const {
     return address(kBarriersAt + stage * 16);
@@ -169,7 +172,7 @@ __device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Poo
   StageCursor<Tiling::stages> at;
   for (Task task; tasks.next(task);) {
     const int steps = task_steps<Tiling>(shape, task.layer);
-    const int64_t row_bytes = int64_t{steps} * Tiling::split * kTileBytes;  // of a tile of rows
+    const int64_t row_bytes = int64_t{steps} * Tiling::k_tiles * kTileBytes;  // of a tile of rows
     const uint8_t* from = weights(task.layer, pool.block(task.block).expert) +
                           task.part * Tiling::task_tiles * row_bytes;
     for (int step = 0; step < steps; ++step, at.advance()) {
@@ -179,7 +182,7 @@ __device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Poo
       }
       m.sync_warp();
       if (const int tile = lane_idx(m); tile < Tiling::task_tiles) {
-        constexpr int kPiece = Tiling::split * kTileBytes;
+        constexpr int kPiece = Tiling::k_tiles * kTileBytes;
         ptx::copy_bulk(ptx::shared_address(stages.weights(at.stage, tile, 0)),
                        from + tile * row_bytes + step * kPiece, kPiece, stages.full(at.stage));
       }
