@@ -66,6 +66,19 @@ def test_gate_and_up_under_one_scale(peers: ModuleType) -> None:
     assert one.weight is w13.weight
 
 
+def test_weights_in_blocks_of_fp8(peers: ModuleType) -> None:
+    w13, _ = random_weights(TINY, "cpu", seed=0)
+    blocks = peers._fp8_blocks(w13)
+    weight, scale = blocks["weight"], blocks["weight_scale_inv"]
+    assert weight.dtype == torch.float8_e4m3fn
+    assert weight.shape == (TINY.num_experts, 2 * TINY.intermediate, TINY.hidden)
+    assert scale.shape == (TINY.num_experts, 2 * TINY.intermediate // 128, TINY.hidden // 128)
+    wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    exact = peers._dequantized(w13).float()
+    error = float((weight.float() * wide - exact).norm() / exact.norm())
+    assert 0.001 < error < 0.04
+
+
 def test_peers_that_are_not_here_say_why(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +86,7 @@ def test_peers_that_are_not_here_say_why(
     layer = peers.Layer(w13, w2, TINY.num_topk, 64, 10.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(peers, "find_spec", lambda name: name)
-    for name in ("vLLM HUMMING", "vLLM Marlin"):
+    for name in ("vLLM HUMMING", "vLLM Marlin", "vLLM DeepGEMM FP8"):
         with pytest.raises(peers.NotHereError, match="need a GPU"):
             peers.make_peer(name, layer)
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
@@ -101,7 +114,11 @@ def test_every_peer_that_is_here_is_verified_and_timed(
     rows, missing = peers.measure(layer, {12: turns}, microseconds)
     name = "torch grouped BF16"
     assert rows == [{"name": name, "tokens": 12, "microseconds": 2.0, "best": 1.0}]
-    assert set(missing) == {"vLLM HUMMING", "vLLM Marlin"}
+    assert set(missing) == {"vLLM HUMMING", "vLLM Marlin", "vLLM DeepGEMM FP8"}
+    stopping = {name: lambda layer: lambda x, topk_idx, topk_weights: 1 / 0}
+    monkeypatch.setattr(peers, "PEERS", stopping)
+    stopped = {name: "it stopped: ZeroDivisionError: division by zero"}
+    assert peers.measure(layer, {12: turns}, microseconds) == ([], stopped)
     wrong = {name: lambda layer: lambda x, topk_idx, topk_weights: x}
     monkeypatch.setattr(peers, "PEERS", wrong)
     with pytest.raises(SystemExit, match="is wrong: a relative error of"):
