@@ -100,6 +100,7 @@ def sm100_source(
         arguments="megamoe::Sm100Arguments",
         threads=threads,
         targets=TARGETS,
+        block_rows=tiling.block_rows,
     )
 
 

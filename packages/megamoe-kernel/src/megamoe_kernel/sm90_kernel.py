@@ -91,6 +91,7 @@ def sm90_source(
         arguments="megamoe::Sm90Arguments",
         threads=threads,
         targets=(TARGET,),
+        block_rows=tiling.block_rows,
     )
 
 

@@ -67,8 +67,11 @@ def test_precompile(
     assert main([*words, "--arch", "sm_90a", "sm_100f", "--arch", "sm_90a", "--json"]) == 0
     kernels = json.loads(capsys.readouterr().out)["kernels"]
     assert wanted.keys() == {"sm_90a", "sm_100f"}
-    assert [(kernel["target"], kernel["kernel"]) for kernel in kernels] == [
-        (target, source.name) for target, sources in wanted.items() for source in sources
+    assert [(row["target"], row["kernel"], row["block_rows"]) for row in kernels] == [
+        (target, made.name, made.block_rows) for target, own in wanted.items() for made in own
+    ]
+    assert [row["block_rows"] > 0 for row in kernels] == [
+        row["kernel"].startswith("sm") for row in kernels
     ]
     assert not any(kernel["cached"] for kernel in kernels)
     assert main([*words, "--arch", "sm_90a"]) == 0

@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append(
             {
                 "kernel": source.name,
+                "block_rows": source.block_rows,
                 "target": target,
                 "bytes": len(made.cubin),
                 "seconds": round(made.seconds, 3),
@@ -68,11 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say_json({"cache": str(cache.folder), "kernels": rows})
         return OK
-    heads = ["kernel", "target", "bytes", "seconds", ""]
+    heads = ["kernel", "target", "tokens of a block", "bytes", "seconds", ""]
     shown = [
         [
             str(row["kernel"]),
             str(row["target"]),
+            str(row["block_rows"] or ""),
             f"{row['bytes']:,}",
             f"{row['seconds']:.2f}",
             "was there" if row["cached"] else "compiled",

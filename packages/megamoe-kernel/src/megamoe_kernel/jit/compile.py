@@ -28,7 +28,8 @@ class KernelSource:
 
     name: the entry point. header: where the function is, below the include folder. function: its
     name with template arguments. arguments: the struct that it takes by value, its only parameter.
-    threads: of a CTA. targets: those that it is written for.
+    threads: of a CTA. targets: those that it is written for. block_rows: tokens of a block, which
+    tells the kernels of a layer apart; 0 where there are no blocks.
     """
 
     name: str
@@ -37,6 +38,7 @@ class KernelSource:
     arguments: str
     threads: int
     targets: tuple[Target, ...]
+    block_rows: int = 0
 
     @property
     def text(self) -> str:
