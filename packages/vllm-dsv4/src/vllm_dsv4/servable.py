@@ -9,9 +9,8 @@ from nvfp4_codec.checkpoint.header import shown
 from nvfp4_codec.errors import CheckpointError
 
 from .doctor import examine, refuse
-from .doctor.activations import MISSING
 from .errors import OptionError
-from .options import Options
+from .options import Options, unscaled
 from .passthrough import Passthrough
 from .stored import Stored, is_ours, read_stored
 
@@ -35,8 +34,8 @@ def read_servable(
             if found.level == "error"
             and not (elsewhere and found.code in ("missing-file", "damaged-file"))
         ]
-        # The plugin itself refuses this one, so going on would not help.
-        final = any(found.code == MISSING for found in errors)
+        # Where the plugin itself refuses it too, going on would not help.
+        final = unscaled(stored, options)
         refuse(folder, errors, "" if final else " Or go on without this check: --skip-doctor.")
     return stored
 

@@ -51,8 +51,8 @@ def strip(content: Any, *suffixes: str, algorithm: str | None = "W4A16_NVFP4") -
                 content.quantization["quantized_layers"][module] = {"quant_algo": algorithm}
 
 
-def without_wo_b(content: Any) -> None:
-    strip(content, ".attn.wo_b")
+def without_wo_b(content: Any, algorithm: str = "W4A16_NVFP4") -> None:
+    strip(content, ".attn.wo_b", algorithm=algorithm)
 
 
 def errors(made: Any) -> list[tuple[str, str]]:
@@ -125,9 +125,10 @@ def test_what_an_option_moves_is_told_with_the_option(check, only, algorithm: st
     assert found.fix.startswith("Set attn_dtype to 'fp8' or 'bf16'. Or: Export the model again")
 
 
-def test_with_the_option_serve_goes_on(healthy, writer, tmp_path):
+@pytest.mark.parametrize("algorithm", ["W4A16_NVFP4", "NVFP4"])
+def test_with_the_option_serve_goes_on(healthy, writer, tmp_path, algorithm: str):
     content = healthy("full")
-    without_wo_b(content)
+    without_wo_b(content, algorithm)
     folder = writer(content, tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"wo_b\.weight: NVFP4 without.*Set attn_dtype"):
         serve_command(folder, GPUS)
@@ -140,9 +141,10 @@ def test_with_the_option_serve_goes_on(healthy, writer, tmp_path):
     assert serve_command(folder, GPUS, arguments=["--additional-config", elsewhere]).argv
 
 
-def test_prepare_makes_fp8_of_it(healthy, writer, tmp_path):
+@pytest.mark.parametrize("algorithm", ["W4A16_NVFP4", "NVFP4"])
+def test_prepare_makes_fp8_of_it(healthy, writer, tmp_path, algorithm: str):
     content = healthy("full")
-    without_wo_b(content)
+    without_wo_b(content, algorithm)
     prepare_checkpoint(writer(content, tmp_path / "c"), tmp_path / "out")
     assert examine(tmp_path / "out").healthy
 
@@ -163,6 +165,30 @@ def test_what_runs_in_another_format_needs_none(check):
     made = check(change)
     assert "fused-format-mismatch" in {found.code for found in made.findings}
     assert made.healthy
+
+
+@pytest.mark.parametrize("algorithm", ["W4A16_NVFP4", "NVFP4"])
+def test_compressors_need_none(healthy, writer, tmp_path, algorithm: str):
+    content = healthy("all-nvfp4")
+    before = len(content.tensors)
+    strip(content, ".compressor.wkv", ".compressor.wgate", ".wo_a", algorithm=algorithm)
+    assert len(content.tensors) < before
+    folder = writer(content, tmp_path / "c")
+    assert examine(folder).findings == ()
+    assert serve_command(folder, GPUS).argv
+
+
+def test_a_way_out_is_offered_only_where_it_is_one(healthy, writer, tmp_path):
+    """One of a kind lacks its input_scale: the plugin refuses it too, but in another format."""
+    content = healthy("full")
+    strip(content, "layers.2.attn.wo_b")
+    folder = writer(content, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="missing-tensor") as refused:
+        serve_command(folder, GPUS)
+    assert "--skip-doctor" not in str(refused.value)
+    with pytest.raises(CheckpointError, match="--skip-doctor"):
+        serve_command(folder, GPUS, {"attn_dtype": "bf16"})
+    assert serve_command(folder, GPUS, {"attn_dtype": "bf16"}, skip_doctor=True).argv
 
 
 def test_a_config_that_does_not_know_of_nvfp4_changes_nothing(check):

@@ -46,7 +46,7 @@ def examine(
     reference: the official checkpoint that it was made from, which turns statistics into
     certainty for the weights that are sampled. values: False looks at names, headers and
     config.json only. options: with which the plugin would serve it, as it refuses NVFP4 without
-    input_scale that would have to run; None leaves that rule out.
+    input_scale that would have to run; None: not to be served as it is.
 
     Raises CheckpointError for what is no DeepSeek-V4 checkpoint at all.
     """
@@ -95,8 +95,7 @@ def _examine(
     findings = [finding for found in packing.values() for finding in found]
     findings += look_at_names(model, packing)
     findings += look_at_headers(model, packing)
-    if options is not None:
-        findings = look_at_activations(model, options, findings)
+    findings = look_at_activations(model, options, findings)
     of_config = [*model.findings, *check_entries(model)[0], *check_older(model)]
     if reference is not None:
         of_config += check_same_model(model.config, reference.config)
