@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from nvfp4_codec.checkpoint import Checkpoint, quantize_checkpoint
+from nvfp4_codec.checkpoint.deepseek_v4.folder import check_files
 from nvfp4_codec.checkpoint.files import read_small, strict_json
 from nvfp4_codec.checkpoint.job import json_bytes
 from nvfp4_codec.checkpoint.rewrite import read_config
@@ -150,3 +151,18 @@ def test_a_file_name_too_long_for_the_system_is_refused(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match="is missing"):
         Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("name", [INDEX, "other.safetensors.index.json"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
+def test_the_index_is_read_twice_in_one_way(folder: Path, name: str, mark: str) -> None:
+    """The check of its size ended in a traceback where opening had passed over the mark."""
+    index = json.loads((folder / INDEX).read_text())
+    index["metadata"] = {"total_size": 5}
+    (folder / INDEX).unlink()
+    (folder / name).write_text(mark + json.dumps(index), encoding="utf-8")
+    with Checkpoint.open(folder) as checkpoint:
+        found = [f for f in check_files(checkpoint, None) if f.code != "missing-file"]
+        total = sum(info.nbytes for info in checkpoint)
+    assert [(f.code, f.file, f.found) for f in found] == [("index-size", name, "5")]
+    assert found[0].expected.startswith(f"{total},")

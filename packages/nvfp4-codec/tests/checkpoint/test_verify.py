@@ -26,7 +26,9 @@ from nvfp4_codec.checkpoint import (
     inspect_checkpoint,
     verify_checkpoint,
 )
+from nvfp4_codec.checkpoint.deepseek_v4.activations import check_input_scale
 from nvfp4_codec.checkpoint.heuristics import e4m3_table, unswizzled
+from nvfp4_codec.checkpoint.reader import TensorInfo
 from nvfp4_codec.checkpoint.verify import verify_family
 from nvfp4_codec.swizzle import swizzle_blockscale
 
@@ -375,6 +377,55 @@ def test_mxfp4_and_fp8_faults(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("kind", ["fp8", "fp8-float", "mxfp4"])
+@pytest.mark.parametrize("byte", [0, 1, 60, 200, 254])
+def test_absurd_scales(kind: str, byte: int, tmp_path: Path) -> None:
+    """Exponents that make weights of 1e-36 or 1e20; float scales of the same size."""
+    found = check(absurdly_scaled(kind, byte, random_matrix("normal", 256, 256, 0)), tmp_path)
+    assert [(f.code, f.tensor, f.confidence) for f in found] == [("bad-scale", "a.weight", "high")]
+    assert found[0].file == "model.safetensors"
+    assert "which make weights of up to" in found[0].found
+
+
+def absurdly_scaled(kind: str, byte: int, values: Tensor) -> Tensors:
+    if kind == "mxfp4":
+        packed = quantize_mxfp4(values)
+        scale = torch.full_like(packed.weight_scale.view(torch.uint8), byte).view(E8M0)
+        return {"a.weight": packed.weight, "a.scale": scale}
+    weight, exponents = values.to(E4M3), torch.full((2, 2), byte, dtype=torch.uint8)
+    if kind == "fp8":
+        return {"a.weight": weight, "a.scale": exponents.view(E8M0)}
+    return {"a.weight": weight, "a.weight_scale_inv": torch.full((2, 2), 2.0 ** (byte - 127))}
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8-float", "mxfp4"])
+@pytest.mark.parametrize("byte", [0, 60])
+def test_scales_next_to_zero_over_zero_codes_are_silent(
+    kind: str, byte: int, tmp_path: Path
+) -> None:
+    """A block of zeros has any scale; -0 is zero too."""
+    tensors = absurdly_scaled(kind, byte, torch.zeros(256, 256))
+    raw(tensors, "a.weight").view(-1)[:100] = 0x88 if kind == "mxfp4" else 0x80
+    assert check(tensors, tmp_path) == []
+
+
+def test_random_bytes_as_fp8_scales(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.randint(0, 255, (8, 8), dtype=torch.uint8, generator=generator)
+    tensors = {
+        "a.weight": random_matrix("normal", 1024, 1024, 0).to(E4M3),
+        "a.scale": scale.view(E8M0),
+    }
+    assert [finding.code for finding in check(tensors, tmp_path)] == ["bad-scale"]
+
+
+@pytest.mark.parametrize("byte", [69, 90, 126, 131])
+def test_small_and_large_fp8_weights_are_silent(byte: int, tmp_path: Path) -> None:
+    """From 1e-15 to 7168."""
+    tensors = absurdly_scaled("fp8", byte, random_matrix("normal", 256, 256, 0))
+    assert check(tensors, tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("damage", "code"),
     [
@@ -549,3 +600,22 @@ def test_the_contrast_of_fp8_columns(tmp_path: Path) -> None:
         assert contrast.can_contrast(a)
         profiles = contrast.contrast(source, a), contrast.contrast(source, b)
     assert np.corrcoef(*profiles)[0, 1] > 0.99
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (1e-30, "implausible-input-scale"),
+        (1e-10, "implausible-input-scale"),
+        (1e-6 / 2600, None),
+        (1e-4 / 2688, None),
+        (0.01, None),
+        (400.0, "implausible-input-scale"),
+    ],
+)
+def test_input_scales_of_no_activations(value: float, code: str | None) -> None:
+    info = TensorInfo("a.input_scale", "F32", (), "model.safetensors", 0, 4)
+    found = check_input_scale(info, value)
+    assert [(f.code, f.tensor, f.confidence) for f in found] == (
+        [] if code is None else [(code, "a.input_scale", "high")]
+    )

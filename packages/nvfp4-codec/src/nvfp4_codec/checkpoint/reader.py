@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -263,10 +263,16 @@ def index_name(root: Path) -> str | None:
 
 def read_index(path: Path) -> dict[str, str]:
     """Tensor name -> file name from an index.json; CheckpointError if it is malformed."""
+    weight_map: dict[str, str] = read_index_file(path)["weight_map"]
+    return weight_map
+
+
+def read_index_file(path: Path) -> dict[str, Any]:
+    """The whole of an index.json, its weight_map checked; CheckpointError if it is malformed."""
     file = path.name
     document = strict_json(read_small(path, _MAX_INDEX_BYTES, file), file)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(document, dict) or not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             'no weight_map; expected {"weight_map": {tensor: file}}. Fetch it again.', file=file
         )
@@ -277,4 +283,4 @@ def read_index(path: Path) -> dict[str, str]:
                 file=file,
                 tensor=shown(name),
             )
-    return weight_map
+    return document

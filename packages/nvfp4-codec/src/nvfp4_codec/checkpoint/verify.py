@@ -27,6 +27,8 @@ Confidence = Literal["certain", "high", "medium", "low"]
 _CHUNK: Final = 1 << 26
 _RUNS: Final = 16  # of a weight that is not read as a whole
 _ONE_E4M3, _ONE_E8M0 = 0x38, 127
+#: Of MXFP4 weights; rows of very different size pass 1e4 and are no fault by themselves.
+_LARGEST_MXFP4: Final = 1e6
 _ZEROS: Final = 1000  # one zero scale in so many blocks is no fault
 
 
@@ -198,23 +200,37 @@ def _fp8(source: Checkpoint, family: Family, limit: int | None) -> list[Finding]
         )
     elif scales.size > 1 and (scales == 1).all():
         findings.append(_all_ones(family, scales.size, "medium"))
-    else:
-        findings += _implausible(family, scales)
+    elif scales.size:
+        findings += _implausible(source, family, float(scales.max()), scales)
     return findings
 
 
-def _implausible(family: Family, scales: heuristics.Floats) -> list[Finding]:
-    """Float scales that make weights larger than any; E8M0 bytes read as E4M3 give such."""
-    largest = 448 * float(scales.max(initial=0))
-    if largest <= heuristics.LARGEST_WEIGHT:
+def _implausible(
+    source: Checkpoint, family: Family, scale: float, scales: heuristics.Floats | None = None
+) -> list[Finding]:
+    """A largest block scale that makes weights of no network, larger than any or next to zero.
+
+    ``scales``: all of them where they are floats; E8M0 bytes read as E4M3 give too large ones.
+    """
+    code, limit = (
+        (448, heuristics.LARGEST_WEIGHT) if family.kind == "fp8-block" else (6, _LARGEST_MXFP4)
+    )
+    largest = code * scale
+    too_large = largest > limit
+    # codes of zero mean zero under any scale
+    if not too_large and (
+        largest >= heuristics.SMALLEST_WEIGHT or not _has_nonzero_code(source, family)
+    ):
         return []
-    misread = bool(np.isin(scales, heuristics.e4m3_table()).all())
+    misread = (
+        too_large and scales is not None and bool(np.isin(scales, heuristics.e4m3_table()).all())
+    )
     return [
         _finding(
             family,
             "e8m0-read-as-e4m3" if misread else "bad-scale",
-            f"block scales up to {scales.max():g}, which make weights of up to {largest:.3g}",
-            "scales near amax / 448",
+            f"block scales up to {scale:g}, which make weights of up to {largest:.3g}",
+            f"scales near amax / {code}",
             "The values are those of E8M0 bytes read as E4M3: a byte b means 2^(b - 127)."
             if misread
             else "The scales are damaged or of another convention: quantize the weight again.",
@@ -358,12 +374,14 @@ def _e8m0_bytes(source: Checkpoint, family: Family, raw: Bytes) -> list[Finding]
                 "medium",
             )
         ]
-    return []
+    return _implausible(source, family, 2.0 ** (int(raw.max()) - 127)) if raw.size else []
 
 
 def _has_nonzero_code(source: Checkpoint, family: Family) -> bool:
+    """Whether a value is not 0 or -0; ends at the first chunk that has one."""
+    magnitude = 0x7F if family.kind == "fp8-block" else 0x77
     return any(
-        bool((chunk & 0x77).any())
+        bool((chunk & magnitude).any())
         for chunk in _chunks(source, family.weight.name, family.weight.nbytes)
     )
 

@@ -16,6 +16,9 @@ from .stored import fault
 
 #: An activation this large means an input_scale of another convention: its reciprocal, above all.
 _LARGEST_ACTIVATION: Final = 1e6
+#: Nor is the largest one this small: norms put out values near 1, and what lies between two
+#: projections is far above it too. DeepSeek's own kernels take no amax below 1e-4.
+_SMALLEST_ACTIVATION: Final = 1e-6
 #: Above it activations would pass 1344, which norms and the clamped SwiGLU keep them well below.
 _LARGEST_SCALE: Final = 0.5
 AMAX_STORED: Final = "input-scale-is-amax"
@@ -51,6 +54,17 @@ def check_input_scale(info: TensorInfo, value: float) -> list[Finding]:
                 f"{value:g}: activations up to {amax:.3g}",
                 expected,
                 "It looks like a reciprocal: store amax / 2688, which multiplies.",
+                "high",
+            )
+        ]
+    if amax < _SMALLEST_ACTIVATION:
+        return [
+            fault(
+                info,
+                "implausible-input-scale",
+                f"{value:g}: activations up to {amax:.3g}, larger ones are clipped",
+                expected,
+                "It is damaged or was never calibrated: export with the snapshot again.",
                 "high",
             )
         ]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Final
 
+from ..files import inside
 from ..header import shown
 from ..job import PLAN_NAME
 from ..manifest import RECORDS_NAME
-from ..reader import INDEX_NAME, Checkpoint
+from ..reader import Checkpoint, index_name, read_index_file
 from ..rewrite import COPIED_NAMES
 from ..verify import Finding
 
@@ -57,10 +57,11 @@ def _missing(root: Path, name: str, expected: str) -> Finding:
 
 def _index(checkpoint: Checkpoint) -> list[Finding]:
     """``total_size``, by which loaders plan their memory; names were compared when opening."""
-    path = checkpoint.root / INDEX_NAME
-    if checkpoint.index is None or not path.is_file():
+    name = index_name(checkpoint.root)
+    if checkpoint.index is None or name is None:
         return []
-    document = json.loads(path.read_text(encoding="utf-8"))
+    # read as it was when opening, byte order mark and all
+    document = read_index_file(inside(checkpoint.root, name, str(checkpoint.root)))
     metadata = document.get("metadata")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     total = sum(info.nbytes for info in checkpoint)
@@ -70,7 +71,7 @@ def _index(checkpoint: Checkpoint) -> list[Finding]:
         Finding(
             "index-size",
             "metadata.total_size",
-            INDEX_NAME,
+            shown(name),
             f"{size}",
             f"{total}, the bytes of all tensors",
             "Index and files are of different exports: export again.",
