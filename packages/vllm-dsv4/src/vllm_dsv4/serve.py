@@ -17,11 +17,12 @@ from nvfp4_codec.checkpoint.header import some_names
 from .errors import OptionError, PlanError
 from .gpus import Gpus, detect_gpus
 from .kv_dtype import kv_cache_dtype
-from .moe_backend import MoEShape, find_backend, make_backend
+from .moe_backend import find_backend
 from .options import KEY, Options
 from .passthrough import Passthrough
 from .plan import Deployment, Limits, Plan, choose_deployment, plan
 from .plan.fit import context_of
+from .plan.kernel import check_kernel
 from .plan.kv_cache import BLOCK
 from .servable import check_environment, check_speculation, read_servable, uses_mtp
 from .stored import Stored
@@ -83,7 +84,7 @@ def serve_command(
     deployment = _deployment(gpus, stored, given, own)
     found = _fitting(stored, gpus, deployment, given, own)
     if own.moe_kernel is not None:
-        make_backend(own.moe_kernel, gpus.capability, _shape(stored, found), None)
+        check_kernel(own.moe_kernel, stored, found)
     argv = ["vllm", "serve", str(folder)]
     for name, value in _flags(stored, found, given):
         argv += [f"--{name}"] if value is None else [f"--{name}", value]
@@ -171,23 +172,6 @@ def _deployment(gpus: Gpus, stored: Stored, given: Passthrough, options: Options
         data_parallel=given.integer("data-parallel-size"),
         expert_parallel=given.switch("enable-expert-parallel"),
         mega_moe=fused,
-    )
-
-
-def _shape(stored: Stored, found: Plan) -> MoEShape:
-    """A MoE layer of the first rank, as vLLM will build it."""
-    config, ranks = stored.schema.config, found.deployment.experts_divided
-    dims = config.dimensions
-    return MoEShape(
-        num_experts=config.num_experts,
-        num_local_experts=config.num_experts // ranks,
-        first_expert=0,
-        top_k=dims["top_k"],
-        hidden_size=dims["hidden"],
-        intermediate_size=dims["inner"],
-        max_num_tokens=found.limits.step_tokens(found.gpus),
-        swiglu_limit=stored.config.get("swiglu_limit"),
-        ep_size=ranks,
     )
 
 

@@ -95,6 +95,48 @@ def test_a_number_that_is_none_is_named(check, only, key: str):
     assert found.expected.startswith("a positive")
 
 
+WRONG = {
+    "scoring_func": ("softmax", [], None),
+    "qk_rope_head_dim": ("x", 10**9, -1, 0, 63, 64.0, True),
+    "architectures": (["LlamaForCausalLM"], "LlamaForCausalLM", {"DeepseekV4ForCausalLM": 1}),
+    "hidden_act": ("gelu", None, ["silu"]),
+    "norm_topk_prob": ("true", 1, None),
+    "tie_word_embeddings": ("no", 0, None),
+    "torch_dtype": ("float16", "half"),
+    "dtype": ("torch.float16",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_value_that_vllm_cannot_serve_by_is_named(check, only, key: str):
+    for value in WRONG[key]:
+        found = only(check(put(key, value)))
+        assert (found.code, found.tensor, found.level) == ("config-value", key, "error"), value
+        assert found.found == repr(value)
+        assert found.expected
+        assert "official config.json" in found.fix
+
+
+def test_one_that_is_told_as_another_than_the_references_is_told_once(check, only, tiny):
+    found = only(check(put("scoring_func", "softmax"), reference=tiny))
+    assert (found.code, found.level) == ("config-differs", "error")
+
+
+def test_a_head_that_is_called_the_embedding_is_loaded_all_the_same(check, only):
+    for variant in ("full", "experts", "official"):
+        found = only(check(put("tie_word_embeddings", True), variant))
+        assert (found.code, found.level) == ("config-tied-head", "handled")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["scoring_func", "qk_rope_head_dim", "hidden_act", "norm_topk_prob", "tie_word_embeddings",
+     "torch_dtype"],
+)  # fmt: skip
+def test_what_vllm_has_for_every_deepseek_v4_may_be_absent(check, key: str):
+    assert not check(drop(key)).findings
+
+
 def put_rope(key: str, value: object) -> Any:
     return lambda content: content.config["rope_scaling"].update({key: value})
 

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import torch
 from vllm_dsv4.cli.plan import register
 from vllm_dsv4.errors import OptionError, PlanError
 from vllm_dsv4.gpus import parse_gpus
+from vllm_dsv4.moe_backend import MoEShape, Verdict
 from vllm_dsv4.options import Options
 from vllm_dsv4.plan import Deployment, Limits, Plan, choose_deployment, plan, released
 
@@ -262,3 +263,38 @@ def test_absurd_counts_end_at_once() -> None:
 def test_gpus_given_wrongly(given: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         parse_gpus(given)
+
+
+class Hopper:
+    """A backend that runs there alone."""
+
+    def __init__(self, shape: MoEShape, process_group: object) -> None:
+        assert process_group is None
+        assert (shape.ep_size, shape.num_local_experts, shape.top_k) == (8, 48, 6)
+
+    def supports(self, capability: tuple[int, int], shape: MoEShape) -> Verdict:
+        return Verdict(capability == (9, 0), "it takes 9.0")
+
+
+def test_a_moe_kernel_is_asked_as_serve_asks_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(OptionError, match="moe_kernel is 'nope'; installed backends"):
+        call("--model", "pro", "--gpus", "H200:8", "--moe-kernel", "nope")
+    entry = SimpleNamespace(load=lambda: Hopper)
+    monkeypatch.setattr("vllm_dsv4.moe_backend.backends", lambda: {"some": entry})
+    with pytest.raises(OptionError, match=r"moe_kernel 'some' cannot be used here: it takes 9\.0"):
+        call("--model", "pro", "--gpus", "B200:8", "--moe-kernel", "some")
+    assert not capsys.readouterr().out
+    assert call("--model", "pro", "--gpus", "H200:8", "--moe-kernel", "some") == 0
+    assert "8 x H200" in capsys.readouterr().out
+    assert not caplog.messages
+    # Of the usual places, those where it runs.
+    assert call("--model", "pro", "--moe-kernel", "some", "--json") == 0
+    kinds = [each["gpus"]["kind"] for each in json.loads(capsys.readouterr().out)["plans"]]
+    assert kinds == ["H200", "H200"]
+    assert [message[:40] for message in caplog.messages] == [
+        "8 x B200 are left out: moe_kernel 'some'", "2 nodes of 8 x B200 are left out: moe_ke",
+    ]  # fmt: skip

@@ -15,6 +15,7 @@ from .options import add_options, read_options
 
 if TYPE_CHECKING:
     from ..gpus import Gpus
+    from ..options import Options
     from ..plan import Deployment, Limits, Plan, Preset
     from ..stored import Format, Stored
     from .common import Commands
@@ -84,7 +85,7 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Shows the plan; exit code 1 if nothing fits."""
     from ..gpus import detect_gpus, parse_gpus
-    from ..plan import plan
+    from ..moe_backend import find_backend
 
     if (arguments.folder is None) == (arguments.model is None):
         return fail("give a checkpoint folder or --model, one of the two")
@@ -93,6 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
         return fail("nodes and parallel sizes are for given GPUs: add --gpus, such as B200:8")
     if arguments.model is None and arguments.stored is not None:
         return fail("--stored is for --model; what a folder stores is read from its files")
+    options = read_options(arguments)
+    if options.moe_kernel is not None:
+        find_backend(options.moe_kernel)
     name, stored = _model(arguments)
     if arguments.gpus is None:
         places = [parse_gpus(gpus, nodes) for gpus, nodes in _USUAL]
@@ -100,15 +104,40 @@ def run(arguments: argparse.Namespace) -> int:
         places = [detect_gpus(arguments.nodes)]
     else:
         places = [parse_gpus(arguments.gpus, arguments.nodes)]
-    limits, options = _limits(arguments, stored), read_options(arguments)
-    plans = [
-        plan(stored, gpus, _deployment(arguments, gpus, stored), limits, options) for gpus in places
-    ]
+    plans = _plans(arguments, stored, places, options)
     if arguments.json:
         show_json({"model": name, "plans": [found.as_json() for found in plans]})
     else:
         _show(name, stored, plans)
     return OK if any(found.fits for found in plans) else FINDINGS
+
+
+def _plans(
+    arguments: argparse.Namespace, stored: Stored, places: Sequence[Gpus], options: Options
+) -> list[Plan]:
+    """Of the usual places, those where a --moe-kernel runs; raises OptionError if there are none.
+
+    Its backend is asked as `serve` asks it.
+    """
+    from ..errors import OptionError
+    from ..plan import plan
+    from ..plan.kernel import check_kernel
+
+    limits, plans, refusals = _limits(arguments, stored), [], []
+    for gpus in places:
+        found = plan(stored, gpus, _deployment(arguments, gpus, stored), limits, options)
+        if options.moe_kernel is not None:
+            try:
+                check_kernel(options.moe_kernel, stored, found)
+            except OptionError as error:
+                refusals.append((gpus, error))
+                continue
+        plans.append(found)
+    if not plans:
+        raise refusals[0][1]
+    for gpus, why in refusals:
+        _log.warning("%s are left out: %s", gpus, why)
+    return plans
 
 
 def _model(arguments: argparse.Namespace) -> tuple[str, Stored]:

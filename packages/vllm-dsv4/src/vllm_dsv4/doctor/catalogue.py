@@ -147,6 +147,10 @@ CATALOGUE: Final[dict[str, Row]] = {
     "nested-rope": Row("Stock readers want it flat; the plugin flattens it.", "config"),
     "config-disagrees": Row(f"{_BELIEVED} The plugin goes by the stored dtype.", "transform"),
     "config-value": Row("Stock vLLM and the plugin choose kernels and parameters by it."),
+    "config-tied-head": Row(
+        "vLLM loads the head that is stored; some other readers take the embedding for it.",
+        "always",
+    ),
     "config-structure": Row("The model is built with other layers than are stored: loading stops."),
     "config-contradicts-itself": Row(
         "Stock vLLM leaves a quantized module unquantized; the plugin goes by the stored dtype.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -35,6 +35,14 @@ _WHOLE: Final = (
 )  # fmt: skip
 #: vLLM keeps them in 32 bits.
 _MOST: Final = 2**31
+#: Values that every DeepSeek-V4 has and no tensor shows; where config.json has none, vLLM has them.
+_FIXED: Final[Mapping[str, tuple[object, str]]] = {
+    "scoring_func": ("sqrtsoftplus", "how the gate's scores are made"),
+    "hidden_act": ("silu", "the only one that vLLM has kernels for"),
+}
+#: Spellings of the dtype that neither vLLM's DeepSeek-V4 nor the plugin runs in.
+_HALF: Final = ("float16", "half", "torch.float16")
+_CLASS: Final = "DeepseekV4ForCausalLM"
 #: Keys by which loaders choose what to build.
 _CHOICES: Final = ("topk_method", f"{_BLOCK}.quant_method", f"{_BLOCK}.quant_algo")
 
@@ -51,7 +59,35 @@ def look_at_config(config: Mapping[str, Any], known: Iterable[Finding]) -> list[
     for key in sorted(derived - told - set(_ROPE)):
         expected = repr(_value(complete, key))
         findings.append(problem(key, "absent", expected, _FROM_SOURCE, "config-missing-key"))
-    return findings + _numbers(complete, told) + _rope(config, complete, told)
+    others = [finding for finding in _choices(config) if finding.tensor not in told]
+    return findings + others + _numbers(complete, told) + _rope(config, complete, told)
+
+
+def _choices(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Values that are there and with which vLLM builds another model, or none."""
+
+    def wrong(key: str, expected: str) -> Finding:
+        return problem(key, shown(repr(config[key])), expected, _FROM_SOURCE, "config-value")
+
+    for key, (value, why) in _FIXED.items():
+        if key in config and config[key] != value:
+            yield wrong(key, f"{value!r}, {why}")
+    names = config.get("architectures")
+    if names and not (isinstance(names, list) and _CLASS in names):
+        yield wrong("architectures", f"[{_CLASS!r}], the class that vLLM and the plugin load")
+    for key in ("norm_topk_prob", "tie_word_embeddings"):
+        if key in config and not isinstance(config[key], bool):
+            yield wrong(key, "true or false")
+    if config.get("tie_word_embeddings") is True:
+        expected = "false: the checkpoint has a head of its own"
+        yield problem("tie_word_embeddings", "True", expected, _FROM_SOURCE, "config-tied-head")
+    rope, head = config.get("qk_rope_head_dim"), config.get("head_dim")
+    fits = type(rope) is int and rope % 2 == 0 and rope > 0
+    if rope is not None and not (fits and (type(head) is not int or rope <= head)):
+        yield wrong("qk_rope_head_dim", f"an even number from 2 to head_dim, {shown(repr(head))}")
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key) in _HALF:
+            yield wrong(key, "'bfloat16', in which DeepSeek-V4 runs")
 
 
 def _numbers(complete: Mapping[str, Any], told: Container[str]) -> list[Finding]:
