@@ -117,7 +117,7 @@ def runtime_formats(stored: Stored, options: Options) -> dict[str, Format]:
             f"the first is {new[0]} ({stored.formats[new[0]]}): their activation scales would be "
             "missing. Leave it 'stored', or export the model again with these in NVFP4."
         )
-    if lacking := unscaled(stored, options):
+    if lacking := _unscaled(stored, wanted):
         raise OptionError(
             f"{len(lacking)} NVFP4 linears have no input_scale, the first is {lacking[0]}: their "
             f"activations cannot be quantized. {fix_unscaled(stored, lacking)}"
@@ -130,9 +130,7 @@ def unscaled(stored: Stored, options: Options) -> tuple[str, ...]:
 
     `runtime_formats` refuses them, whatever config.json says; the doctor says so in advance.
     """
-    chosen = _chosen(stored, options)
-    lacking = (m for m, own in chosen.items() if own == "nvfp4" and m in stored.weight_only)
-    return tuple(sorted(lacking, key=lambda module: not module.endswith(EXPERTS)))
+    return _unscaled(stored, _chosen(stored, options))
 
 
 def fix_unscaled(stored: Stored, modules: Iterable[str]) -> str:
@@ -141,6 +139,11 @@ def fix_unscaled(stored: Stored, modules: Iterable[str]) -> str:
     experts = any(module.endswith(EXPERTS) for module in modules)
     movers = "" if experts else _options_of(stored, modules)
     return f"Set {movers} to 'fp8' or 'bf16'. Or: {CALIBRATE}" if movers else CALIBRATE
+
+
+def _unscaled(stored: Stored, chosen: Mapping[str, Format]) -> tuple[str, ...]:
+    lacking = (m for m, own in chosen.items() if own == "nvfp4" and m in stored.weight_only)
+    return tuple(sorted(lacking, key=lambda module: not module.endswith(EXPERTS)))
 
 
 def _chosen(stored: Stored, options: Options) -> dict[str, Format]:

@@ -59,11 +59,11 @@ def look_at_config(config: Mapping[str, Any], known: Iterable[Finding]) -> list[
     for key in sorted(derived - told - set(_ROPE)):
         expected = repr(_value(complete, key))
         findings.append(problem(key, "absent", expected, _FROM_SOURCE, "config-missing-key"))
-    others = [finding for finding in _choices(config) if finding.tensor not in told]
+    others = [finding for finding in _wrong_values(config) if finding.tensor not in told]
     return findings + others + _numbers(complete, told) + _rope(config, complete, told)
 
 
-def _choices(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _wrong_values(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Values that are there and with which vLLM builds another model, or none."""
 
     def wrong(key: str, expected: str) -> Finding:

@@ -14,10 +14,15 @@ MEGAMOE_FN constexpr int shared_words(const Shape& shape) {
   const int words = Pool<Shape>::num_words(shape) + route_words(shape);
   return ceil_div(words, 4) * 4;
 }
+// l2_tokens: as many of a block as L2's results are stored at a time.
+template <class Format, class Shape>
+MEGAMOE_FN constexpr int shared_tile_bytes(const Shape& shape, int l2_tokens) {
+  const int l1 = l1_tile_bytes<Format>(shape), l2 = l2_tile_bytes(shape, l2_tokens);
+  return l1 > l2 ? l1 : l2;
+}
 template <class Format, class Shape>
 MEGAMOE_FN constexpr int shared_tile_bytes(const Shape& shape) {
-  const int l1 = l1_tile_bytes<Format>(shape), l2 = l2_tile_bytes(shape, shape.block_rows);
-  return l1 > l2 ? l1 : l2;
+  return shared_tile_bytes<Format>(shape, shape.block_rows);
 }
 
 // All of it, behind a mainloop's part.

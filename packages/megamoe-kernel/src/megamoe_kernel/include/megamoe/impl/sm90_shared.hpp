@@ -22,11 +22,6 @@ template <class Shape>
 MEGAMOE_FN constexpr int sm90_tile_tokens(const Shape& shape) {
   return shape.block_rows > 64 ? shape.block_rows / 2 : shape.block_rows;
 }
-template <class Shape>
-MEGAMOE_FN constexpr int sm90_tile_bytes(const Shape& shape) {
-  const int l1 = l1_tile_bytes<Bf16>(shape), l2 = l2_tile_bytes(shape, sm90_tile_tokens(shape));
-  return l1 > l2 ? l1 : l2;
-}
 
 // The stages, a tile for the epilogues, sums to be added, words, the tile's barriers, the plan:
 // where each begins.
@@ -38,7 +33,7 @@ MEGAMOE_FN constexpr Sm90Shared sm90_shared(const Shape& shape, int split, int d
   const int rows = shape.block_rows, weight_rows = shape.weight_rows;
   Sm90Shared at{};
   at.tile_at = ceil_div(sm90_ring_bytes(stages, rows, weight_rows, split * depth), 128) * 128;
-  at.partials_at = at.tile_at + sm90_tile_bytes(shape);
+  at.partials_at = at.tile_at + shared_tile_bytes<Bf16>(shape, sm90_tile_tokens(shape));
   at.words_at = at.partials_at + (split - 1) * weight_rows * rows * 4;
   at.handoff_at = at.words_at + 4 * shared_words(shape);
   at.plan_at = at.handoff_at + 2 * 8;
