@@ -94,19 +94,20 @@ void define_tilings(py::module_& module, const std::string& arch,
     require(tiling.ctas == 1 || tiling.ctas == 2, "a cluster has one CTA or two");
     const Problem problem =
         problem_of<Format>(std::bit_cast<MoEShape>(layer), num_ranks, num_shared, ring_rows,
-                           tiling.block_rows, tiling.weight_rows(), Tiling::kMultiprocessors);
+                           tiling.block_rows, tiling.weight_rows(), Tiling::kCtasInTurns);
     require(fits(tiling, std::bit_cast<MoEShape>(layer)), "the tiling does not divide the layer");
     return std::tuple(constants_of(tiling, problem), ints(problem), tiling.threads());
   });
 }
 
-// The same of the scalar kernel, which has one tiling.
+// The same of the scalar kernel, which has one tiling, and one CTA on each multiprocessor of an H200.
+constexpr int kScalarCtas = 132;
 Ints<Problem> scalar_constants(const Ints<MoEShape>& numbers, int num_ranks, int ring_rows,
                                bool is_nvfp4, int block_rows, int weight_rows) {
   const MoEShape layer = std::bit_cast<MoEShape>(numbers);
   const auto problem = is_nvfp4 ? &problem_of<Nvfp4> : &problem_of<Bf16>;
   return ints(problem(layer, num_ranks, 0, ring_rows, block_rows, weight_rows,
-                      Sm90Choice::kMultiprocessors));
+                      kScalarCtas));
 }
 
 }  // namespace

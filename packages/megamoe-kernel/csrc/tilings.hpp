@@ -40,7 +40,7 @@ struct Sm90Choice {
   int block_rows, groups, split, depth, tiles, producer_registers, consumer_registers, least;
   int ctas = 1;
 
-  static constexpr int kMultiprocessors = 132;  // of an H100 or H200
+  static constexpr int kCtasInTurns = 0;  // they draw their tasks (stages/sm90_plan.cuh)
   constexpr int weight_rows() const { return groups * tiles * kTileRows; }
   constexpr int threads() const { return (1 + groups * split) * 128; }
 };
@@ -64,8 +64,8 @@ struct Sm100Choice {
   int tiles;       // of 128 rows of weights in a task
   int ctas = 1;    // 2 where pairs of CTAs multiply together
 
-  // Of a B200. Pairs have half as many tasks for half as many clusters.
-  static constexpr int kMultiprocessors = 148;
+  // One on each multiprocessor of a B200. Pairs have half as many tasks for half as many clusters.
+  static constexpr int kCtasInTurns = 148;
   static constexpr int kFetchWarps = 5, kEpilogueGroups = 2;
   static constexpr int kOtherRegisters = 80, kEpilogueRegisters = 176;  // 128 x 512 threads in all
   constexpr int weight_rows() const { return tiles * ptx::kMmaRows; }
@@ -122,33 +122,35 @@ Tiling chosen(const std::vector<ForTokens<Tiling>>& fitting, const MoEShape& lay
   return fitting.back().tiling;
 }
 
-// Blocks of a wave: at most `most`, a block having l1_tasks of L1. Of those up to kMostWaveBlocks
-// the one whose tasks share out best among the CTAs; else some have one more of the long tasks in
+// Blocks of a wave: at most `most`, a block having l1_tasks of L1, and at most kMostWaveBlocks. Where
+// CTAs take turns, as many as share out best among them; else some have one more of the long tasks in
 // every wave.
-inline int wave_blocks(int most, int l1_tasks, int num_ctas) {
+inline int wave_blocks(int most, int l1_tasks, int ctas_in_turns) {
   constexpr int kMostWaveBlocks = 16;
+  const int blocks_at_most = std::clamp(most, 1, kMostWaveBlocks);
+  if (ctas_in_turns == 0) return blocks_at_most;
   const auto idle = [&](int blocks) {
     const int tasks = blocks * l1_tasks;
-    return static_cast<double>(ceil_div(tasks, num_ctas) * num_ctas - tasks) / tasks;
+    return static_cast<double>(ceil_div(tasks, ctas_in_turns) * ctas_in_turns - tasks) / tasks;
   };
-  int best = std::clamp(most, 1, kMostWaveBlocks);
+  int best = blocks_at_most;
   for (int blocks = best - 1; blocks > 0; --blocks) {
     if (idle(blocks) < idle(best)) best = blocks;
   }
   return best;
 }
 
-// The layer's part of one rank; num_ctas: of a launch on the GPU that the kernel is meant for, on
-// others it is right too.
+// The layer's part of one rank; ctas_in_turns: of a launch on the GPU that the kernel is meant for, on
+// others it is right too; 0 where CTAs do not take turns.
 template <class Format>
 Problem problem_of(const MoEShape& layer, int num_ranks, int num_shared, int ring_rows,
-                   int block_rows, int weight_rows, int num_ctas) {
+                   int block_rows, int weight_rows, int ctas_in_turns) {
   require(layer.num_experts > 0 && num_ranks > 0 && block_rows > 0 && weight_rows > 0,
           "experts, ranks and a tiling's rows are positive");
   Problem problem{num_ranks, layer.num_experts / num_ranks, num_shared, layer.num_topk,
                   layer.hidden, layer.intermediate, ring_rows, block_rows, 0, weight_rows};
   problem.wave_blocks =
-      wave_blocks(ring_blocks<Format>(problem) / 2, l1_tasks(problem), num_ctas);
+      wave_blocks(ring_blocks<Format>(problem) / 2, l1_tasks(problem), ctas_in_turns);
   const char* error = problem_error<Format>(problem);
   require(!error, error ? error : "");
   return problem;

@@ -85,6 +85,19 @@ int megamoe_tasks(const Problem* problem, int num_blocks, int first, int stride,
   return count;
 }
 
+// Tasks of these numbers, which grow; returns how many there are.
+int megamoe_tasks_at(const Problem* problem, int num_blocks, const int32_t* numbers, int count,
+                     int32_t* out) {
+  TaskList<Problem> list(*problem, num_blocks, 0);
+  int found = 0;
+  for (Task task; found < count && list.at(numbers[found], task); ++found) {
+    *out++ = task.layer == Layer::kL1 ? 1 : 2;
+    *out++ = task.block;
+    *out++ = task.part;
+  }
+  return found;
+}
+
 void megamoe_exp(const float* x, float* out, int64_t n) {
   std::transform(x, x + n, out, exp_above_minus_86);
 }

@@ -34,7 +34,6 @@ TINY = MoEShape(8, 2, 512, 256)
 SHAPES = {"pro": PRO, "flash": FLASH, "tiny": TINY}
 KERNELS: dict[str, Any] = {"sm_90a": sm90_kernel, "sm_100a": sm100_kernel}
 SOURCES: dict[str, Any] = {"sm_90a": sm90_source, "sm_100a": sm100_source}
-MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}  # of an H200, of a B200
 by_kernel = pytest.mark.parametrize("arch", KERNELS)
 by_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
@@ -113,19 +112,25 @@ def test_stages_are_as_many_as_fit(arch: str, nvrtc: Nvrtc) -> None:
             nvrtc.compile("layer", text, "sm_90a" if arch == "sm_90a" else "sm_100a", ())
 
 
-@by_kernel
 @pytest.mark.parametrize("shape", [PRO, FLASH], ids=["pro", "flash"])
-def test_a_wave_shares_out_among_the_multiprocessors(arch: str, shape: MoEShape) -> None:
-    for tiling in every_tiling(arch):
-        numbers = constants(source(arch, shape, tiling).function, "StaticShape")
+def test_a_wave_shares_out_among_ctas_that_take_turns(shape: MoEShape) -> None:
+    for tiling in every_tiling("sm_100a"):
+        numbers = constants(source("sm_100a", shape, tiling).function, "StaticShape")
         wave_blocks, weight_rows = numbers[8], numbers[9]
-        clusters = MULTIPROCESSORS[arch] // tiling.ctas
+        clusters = 148 // tiling.ctas
         tasks = 2 * shape.intermediate // (tiling.ctas * weight_rows)
 
         def idle(blocks: int, tasks: int = tasks, clusters: int = clusters) -> float:
             return -blocks * tasks % clusters / (blocks * tasks)
 
         assert idle(wave_blocks) == min(idle(blocks) for blocks in range(1, 17))
+
+
+def test_a_wave_is_as_large_as_it_may_be_where_ctas_draw() -> None:
+    for tiling in every_tiling("sm_90a"):
+        for ring_rows, blocks in ((1 << 16, 16), (7 * tiling.block_rows, 3)):
+            function = source("sm_90a", PRO, tiling, ring_rows=ring_rows).function
+            assert constants(function, "StaticShape")[8] == blocks
 
 
 @by_kernel

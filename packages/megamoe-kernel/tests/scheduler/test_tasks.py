@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from typing import Any
 
 import pytest
@@ -65,6 +66,28 @@ def test_ctas_share_the_list(
         places = [place[task] for task in share]
         assert places == sorted(places)
     assert sorted(task for share in shares for task in share) == sorted(place)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_ctas_that_draw_numbers_share_the_list(
+    host_library: ctypes.CDLL, sizes: tuple[int, int, int, int]
+) -> None:
+    listed = tasks(host_library, sizes)
+    num_blocks, wave_blocks, l1_tasks, l2_tasks = sizes
+    chance = random.Random(1)
+    owners = [chance.randrange(7) for _ in range(len(listed) + 9)]  # some draw after the last task
+    for cta in range(7):
+        drawn = [number for number, owner in enumerate(owners) if owner == cta]
+        out = (ctypes.c_int32 * (3 * len(drawn)))()
+        found = host_library.megamoe_tasks_at(
+            problem(wave_blocks, l1_tasks, l2_tasks),
+            num_blocks,
+            (ctypes.c_int32 * len(drawn))(*drawn),
+            len(drawn),
+            out,
+        )
+        there = [(out[3 * i], out[3 * i + 1], out[3 * i + 2]) for i in range(found)]
+        assert there == [listed[number] for number in drawn if number < len(listed)]
 
 
 @pytest.mark.parametrize(("l1_tasks", "l2_tasks", "num_ctas"), [(48, 56, 132), (24, 28, 66)])

@@ -13,6 +13,7 @@
 #include "megamoe/stages/fetch.hpp"
 #include "megamoe/stages/place_order.hpp"
 #include "megamoe/stages/sm90_mainloop.cuh"
+#include "megamoe/stages/sm90_plan.cuh"
 
 namespace megamoe {
 
@@ -20,8 +21,7 @@ struct Sm90Arguments {
   alignas(64) uint8_t token_map[128];  // CUtensorMap of ring_x, boxes of box_rows x kBoxColumns
   uint8_t hidden_map[128];             // of ring_h
   RankBuffers buffers;
-  Sm90Weights w13, w2;
-  Sm90Weights shared_w13, shared_w2;
+  Sm90LayerWeights weights;
   float limit;  // of SwiGLU; infinity: none
   int num_tokens;
   uint16_t* output;  // BF16 [num_tokens, hidden]
@@ -35,56 +35,23 @@ struct Sm90Cta {
   const Shape& shape;
   const Sm90Arguments& arguments;
   const Fields& mine;
-  const Pool<Shape>& pool;
   const Stages<Tiling, Shape>& stages;
   const TileHandoff& handoff;
-  PlannedTask* plan;
+  const Plan& plan;
   uint8_t* tile;
   float* partials;
 };
 
-// Plans this CTA's tasks one by one; one warp.
-template <class Tiling, Machine M, class Shape>
-class Planner {
- public:
-  __device__ __forceinline__ Planner(M& m, const Sm90Cta<Tiling, Shape>& cta)
-      : m_(m), cta_(cta),
-        tasks_(cta.shape, cta.pool.num_blocks(), m.cta_idx(), m.num_ctas()) {}
-
-  __device__ __forceinline__ void plan_next() {
-    PlannedTask next{};
-    if (tasks_.next(next.task)) {
-      next.block = cta_.pool.block(next.task.block);
-      const bool is_l1 = next.task.layer == Layer::kL1;
-      const bool is_shared = next.block.expert == cta_.shape.num_local_experts;
-      const Sm90Arguments& arguments = cta_.arguments;
-      const Sm90Weights& weights = is_l1 ? is_shared ? arguments.shared_w13 : arguments.w13
-                                   : is_shared ? arguments.shared_w2 : arguments.w2;
-      const float* alpha = weights.alpha + (is_shared ? 0 : next.block.expert) * (is_l1 ? 2 : 1);
-      next.alpha = mul_rn(alpha[0], kDecodedScale);
-      next.alpha_up = is_l1 ? mul_rn(alpha[1], kDecodedScale) : 0.0f;
-    }
-    if (lane_idx(m_) == 0) cta_.plan[count_ % kPlanned] = next;
-    ++count_;
-  }
-
- private:
-  M& m_;
-  const Sm90Cta<Tiling, Shape>& cta_;
-  TaskCursor<Shape, Tiling::ctas> tasks_;
-  uint32_t count_ = 0;
-};
-
 // Consumers: sums of one task to the tile, in L2 perhaps in two pieces. tiles: how many this CTA has
 // handed over. False if a wait was given up.
-template <class Tiling, Machine M, class Shape>
+template <int kLeast, int kMost, class Tiling, Machine M, class Shape>
 __device__ __forceinline__ bool sm90_task(M& m, const Group& computers,
                                           const Sm90Cta<Tiling, Shape>& cta,
                                           const PlannedTask& planned,
                                           const StageCursor<Tiling::stages>& at, int steps,
                                           uint32_t& tiles) {
   const int thread = computers.thread(m);
-  Sm90Sums<Tiling, Shape::block_rows> sums;
+  Sm90Sums<Tiling, kLeast, kMost> sums;
   // By a shuffle, so that the compiler sees that it is uniform.
   sums.warpgroup = static_cast<int>(m.shuffle(thread / kWarpgroup, 0));
   sums.thread = thread % kWarpgroup;
@@ -119,36 +86,46 @@ __device__ __forceinline__ bool sm90_task(M& m, const Group& computers,
   return true;
 }
 
-// Consumers: all tasks. Afterwards all their results are stored.
+// Consumers: all tasks. Afterwards all their results are stored. They need not wait for a task's plan:
+// the first ones are there, and who begins a task has seen the tile of the task before the last one
+// free, when that warp had planned this one. (With a wait here ptxas no longer sees that stages are
+// uniform, and wgmma's descriptors cost twice as much.)
 template <class Tiling, Machine M, class Shape>
 __device__ __forceinline__ bool sm90_compute(M& m, const Group& computers,
                                              const Sm90Cta<Tiling, Shape>& cta) {
   StageCursor<Tiling::stages> at;
   uint32_t tiles = 0;
   for (uint32_t count = 0;; ++count) {
-    const PlannedTask planned = cta.plan[count % kPlanned];
+    const PlannedTask planned = cta.plan.get(count);
     if (planned.block.rows == 0) return cta.handoff.wait_free(m, tiles);
     const int steps = task_steps<Tiling>(cta.shape, planned.task.layer);
-    if (!sm90_task(m, computers, cta, planned, at, steps, tiles)) return false;
+    bool ok;
+    constexpr int kLeast = Tiling::least, kMost = Shape::block_rows;
+    constexpr int kShort = short_rows<Tiling>(kLeast, kMost);
+    if constexpr (kShort == 0) {
+      ok = sm90_task<kLeast, kMost>(m, computers, cta, planned, at, steps, tiles);
+    } else if (static_cast<int>(m.shuffle(planned.block.rows, 0)) <= kShort) {
+      ok = sm90_task<kLeast, kShort>(m, computers, cta, planned, at, steps, tiles);
+    } else {
+      ok = sm90_task<kShort + 8, kMost>(m, computers, cta, planned, at, steps, tiles);
+    }
+    if (!ok) return false;
     at.advance(steps);
   }
 }
 
-// One warp: what consumers leave in the tile goes to the ring or home. The plan is three tasks ahead
-// of it: a task's place is written again after its tile is full, when nobody reads it any more, and
-// consumers that begin a task have seen the tile of the task before the last one free, when the
-// task's plan was there.
+// One warp: what consumers leave in the tile goes to the ring or home. planner: has planned the first
+// task.
 template <class Tiling, Machine M, class Shape>
 __device__ __forceinline__ void sm90_store(M& m, const Group& storer, const Group& readers,
-                                           const Sm90Cta<Tiling, Shape>& cta) {
-  Planner<Tiling, M, Shape> planner(m, cta);
-  for (int i = 0; i < kPlanned - 1; ++i) planner.plan_next();
+                                           const Sm90Cta<Tiling, Shape>& cta,
+                                           Planner<Tiling, M, Shape> planner) {
+  for (int i = 1; i < kPlanned - 1; ++i) planner.plan_next();  // by turns: waits for nothing
   readers.sync(m);
   uint32_t tiles = 0;
   for (uint32_t count = 0;; ++count) {
-    planner.plan_next();
-    m.sync_warp();
-    const PlannedTask planned = cta.plan[count % kPlanned];
+    if (!planner.plan_next() || m.ballot(cta.plan.wait(m, count)) != kAllLanes) return;
+    const PlannedTask planned = cta.plan.get(count);
     const int rows = planned.block.rows;
     const bool is_l1 = planned.task.layer == Layer::kL1;
     for (int first = 0, end; first < rows; first = end) {
@@ -209,13 +186,17 @@ __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   const uint32_t launch = launch_number(m, mine);
   const uint32_t handoff_at = ptx::shared_address(shared + kAt.handoff_at);
   const TileHandoff handoff{handoff_at, handoff_at + 8};
+  const Plan plan(shared + kAt.plan_at);
 
   if (threadIdx.x == 0) {
     stages.init();
     handoff.init(Tiling::groups * kWarpgroup / kWarpSize);
+    plan.init();
   }
   bool ok = !m.given_up();
   if (ok && dispatchers.has(m)) {
+    // Nobody draws until the dispatch barrier.
+    if (m.cta_idx() == 0 && dispatchers.thread(m) == 0) m.store(&mine.counters()[kDrawnWord], 0u);
     ok = route(m, dispatchers, shape, arguments.buffers, launch, arguments.num_tokens,
                words + Pool<Shape>::num_words(shape));
   }
@@ -225,8 +206,7 @@ __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   Pool<Shape> pool(shape, words);
   pool.build(m, everyone, mine, arguments.num_tokens);
   const Sm90Cta<Tiling, Shape> cta{
-      shape, arguments, mine, pool, stages, handoff,
-      reinterpret_cast<PlannedTask*>(shared + kAt.plan_at), shared + kAt.tile_at,
+      shape, arguments, mine, stages, handoff, plan, shared + kAt.tile_at,
       reinterpret_cast<float*>(shared + kAt.partials_at)};
   const int blocks = pool.num_blocks();
   const int first = first_blocks(shape, blocks, m.num_ctas() * first_fetchers.num_warps());
@@ -239,24 +219,21 @@ __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
     ptx::registers_down<Tiling::producer_registers>();
     const int warp = threadIdx.x / kWarpSize;
     if (warp == 0) {
-      copy_weights(m, shape, pool, stages, [&](Layer layer, int expert) -> const uint8_t* {
-        const bool is_l1 = layer == Layer::kL1;
-        if (expert == shape.num_local_experts) {
-          return (is_l1 ? arguments.shared_w13 : arguments.shared_w2).tiles;
-        }
-        constexpr int64_t kTiles =
-            int64_t{Shape::hidden / kTileColumns} * (Shape::intermediate / kTileRows);
-        return (is_l1 ? arguments.w13 : arguments.w2).tiles +
-               expert * (is_l1 ? 2 * kTiles : kTiles) * kTileBytes;
-      });
+      copy_weights(m, shape, plan, stages);
     } else if (warp == 1) {
       const void* const maps[2] = {arguments.token_map, arguments.hidden_map};
-      copy_tokens(m, shape, mine, pool, stages, maps);
-    } else if (fetch_blocks.template operator()<8>(first_fetchers, 0, first)) {
-      if (warp == 2) {
+      copy_tokens(m, shape, mine, plan, stages, maps);
+    } else if (warp == 2) {
+      if (fetch_blocks.template operator()<8>(first_fetchers, 0, first)) {
         fetch_blocks.template operator()<8>(fetcher, first, blocks);
-      } else {
-        sm90_store(m, storer, planners, cta);
+      }
+    } else {
+      const auto planner = [&](uint32_t count) {
+        return Planner<Tiling, Device, Shape>(m, shape, mine, pool, plan, arguments.weights, count);
+      };
+      // The first task before tokens are fetched, so that its weights are copied meanwhile.
+      if (planner(0).plan_next() && fetch_blocks.template operator()<8>(first_fetchers, 0, first)) {
+        sm90_store(m, storer, planners, cta, planner(1));
       }
     }
   } else {

@@ -2,19 +2,9 @@
 #pragma once
 
 #include "megamoe/impl/shared_memory.hpp"
-#include "megamoe/scheduler/tasks.hpp"
 #include "megamoe/stages/sm90_sizes.hpp"
 
 namespace megamoe {
-
-// What consumers have to know of a task. Finding it out takes a microsecond, so the warp that stores
-// does it ahead of them.
-struct PlannedTask {
-  Task task;
-  Block block;  // without rows: there is no further task
-  float alpha, alpha_up;
-};
-inline constexpr int kPlanned = 4;  // places for them in shared memory; the last is free
 
 // Tokens of a block that the epilogues' tile has room for in L2, whose rows are twice as long as
 // L1's: half of a large block, so that there is memory for one more stage.
@@ -37,7 +27,7 @@ MEGAMOE_FN constexpr Sm90Shared sm90_shared(const Shape& shape, int split, int d
   at.words_at = at.partials_at + (split - 1) * weight_rows * rows * 4;
   at.handoff_at = at.words_at + 4 * shared_words(shape);
   at.plan_at = at.handoff_at + 2 * 8;
-  at.bytes = at.plan_at + kPlanned * static_cast<int>(sizeof(PlannedTask));
+  at.bytes = at.plan_at + kPlanBytes;
   return at;
 }
 

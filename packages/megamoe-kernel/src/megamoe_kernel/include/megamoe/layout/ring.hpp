@@ -12,6 +12,7 @@ namespace megamoe {
 // Words of the field "counters".
 inline constexpr int kGridBarrierWord = 0;
 inline constexpr int kLaunchWord = 1;  // launches that this rank has completed
+inline constexpr int kDrawnWord = 2;   // tasks that were not taken by turns
 
 // Rows of the field "barrier".
 inline constexpr int kDispatchSignal = 0;

@@ -34,6 +34,13 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta) {
                "mbarrier.arrive.shared::cluster.b64 _, [there];}"
                :: "r"(barrier), "r"(cta) : "memory");
 }
+// A word to this address in CTA number `cta` of the cluster, and 4 bytes to its barrier there.
+__device__ __forceinline__ void store_at(uint32_t to, uint32_t value, uint32_t barrier, int cta) {
+  asm volatile("{.reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %3;\n"
+               "mapa.shared::cluster.u32 bar, %2, %3;\n"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [there], %1, [bar];}"
+               :: "r"(to), "r"(value), "r"(barrier), "r"(cta) : "memory");
+}
 // All threads of all CTAs of the cluster.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");

@@ -34,7 +34,8 @@ __device__ __forceinline__ void decode_steps(uint32_t first, uint32_t second,
                                              uint32_t (&fragment)[2][4]) {
   constexpr uint32_t kCodes = 0x81C081C0u, kFirst = 0x06030603u;
   const uint32_t words[2] = {first, second};
-  const uint32_t z = (first & kFirst) | (second << 2 & ~kFirst);
+  uint32_t z;  // kFirst of the first word; in one instruction, where ptxas takes two
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(z) : "r"(first), "r"(second << 2), "n"(kFirst));
   const uint32_t last[2] = {z << 6, __funnelshift_l(z, z, 12)};
   MEGAMOE_UNROLL
   for (int i = 0; i < 2; ++i) {

@@ -9,8 +9,20 @@
 
 namespace megamoe {
 
-// The sums of a task in a warpgroup's registers, and what the epilogues ask of them.
-template <class Tiling, int kTokens>
+// Blocks up to so many rows, of kLeast to kMost, have a loop of their own: their sums take fewer
+// registers, and a loop for fewer widths has fewer branches. 0: there is one loop. Each loop's sums
+// have registers of their own; where they do not fit, ptxas serializes wgmma (C7512).
+template <class Tiling>
+MEGAMOE_FN constexpr int short_rows(int least, int most) {
+  constexpr int kMostRegisters = 40;  // for the sums of both loops
+  const int middle = least + (most - least) / 16 * 8;
+  const int registers = Tiling::tiles * (middle + most) / 2;
+  return middle < most && registers <= kMostRegisters ? middle : 0;
+}
+
+// The sums of a task in a warpgroup's registers, and what the epilogues ask of them. A block has
+// kLeast to kTokens rows, or fewer, but is multiplied as kLeast.
+template <class Tiling, int kLeast, int kTokens>
 struct Sm90Sums {
   static constexpr int kValues = kTokens / 2;  // of a tile, in a thread
 
@@ -33,40 +45,52 @@ struct Sm90Sums {
       MEGAMOE_UNROLL
       for (int i = 0; i < kValues; ++i) d[tile][i] = 0.0f;
     }
-    // Of a stage: the halves of each tile.
-    constexpr int kBatches = 2 * Tiling::tiles * Tiling::depth;
-    // Two warpgroups alone fetch from shared memory before they need it; four hide it for each other.
+    // Two warpgroups alone multiply half a tile while they decode the next one, and fetch from shared
+    // memory before they need it. Four do that for each other: whole tiles, one at a time.
     constexpr bool kAhead = Tiling::warpgroups < 4;
+    constexpr int kSets = kAhead ? 2 : 1, kHalves = kAhead ? 1 : 2;  // of a batch
+    static_assert(kHalves == 1 || Tiling::tiles == 1);
+    constexpr int kBatches = 2 / kHalves * Tiling::tiles * Tiling::depth;  // of a stage
     const int lane = thread % kWarpSize;
     uint32_t held = 0;  // the barrier of a stage that is read until the next batch's wait
     bool ok = wait_phase(m, stages.full(at.stage), at.round);
-    // Two of each: while one is decoded or multiplied, the next one is on its way.
     Half half[2];
-    uint32_t fragment[2][4][4];
+    uint32_t fragment[kSets][4 * kHalves][4];
     if (kAhead) load(stages, at.stage, 0, half[0]);
     for (int step = 0; step < steps; ++step) {
       const uint64_t tokens = ptx::descriptor_k_major(stages.tokens(at.stage, phase()));
       const uint32_t free = stages.free(at.stage);
       MEGAMOE_UNROLL
       for (int i = 0; i < kBatches; ++i) {
-        if (!kAhead) load(stages, at.stage, i, half[i % 2]);
+        const int first = i * kHalves;
         if (kAhead && i + 1 < kBatches) load(stages, at.stage, i + 1, half[(i + 1) % 2]);
-        decode(half[i % 2], fragment[i % 2]);
-        multiply<Tiling::least, Shape::block_rows>(
-            d[i % Tiling::tiles], fragment[i % 2],
-            ptx::descriptor_plus(tokens, (k_tile(i) * 2 + half_of(i)) * kHalfTokens));
+        MEGAMOE_UNROLL
+        for (int h = 0; h < kHalves; ++h) {
+          if (!kAhead) load(stages, at.stage, first + h, half[h]);
+        }
+        MEGAMOE_UNROLL
+        for (int h = 0; h < kHalves; ++h) {
+          decode(half[(first + h) % 2], reinterpret_cast<uint32_t(&)[4][4]>(fragment[i % kSets][4 * h]));
+        }
+        multiply<kLeast, kTokens, 4 * kHalves, kHalfTokens>(
+            d[i % Tiling::tiles], fragment[i % kSets],
+            ptx::descriptor_plus(tokens, (k_tile(first) * 2 + half_of(first)) * kHalfTokens));
         if (kAhead && i + 1 == kBatches && step + 1 < steps) {
           at.advance();
           if (!wait_phase(m, stages.full(at.stage), at.round)) ok = false;
           load(stages, at.stage, 0, half[0]);
         }
-        ptx::wgmma_wait<1>();
+        ptx::wgmma_wait<kSets - 1>();
         if (i == 0 && held != 0) stages.release(lane, held);
       }
-      held = free;
-      if (!kAhead && step + 1 < steps) {
-        at.advance();
-        if (!wait_phase(m, stages.full(at.stage), at.round)) ok = false;
+      if (kAhead) {
+        held = free;
+      } else {
+        stages.release(lane, free);
+        if (step + 1 < steps) {
+          at.advance();
+          if (!wait_phase(m, stages.full(at.stage), at.round)) ok = false;
+        }
       }
     }
     ptx::wgmma_wait<0>();
@@ -119,22 +143,22 @@ struct Sm90Sums {
   }
 
  private:
-  // A batch, four steps of K, for as many tokens as the block has rows: multiples of 8 from kLeast to
+  // A batch, kSteps steps of K, four of each half, for as many tokens as the block has rows: multiples of 8 from kFrom to
   // kMost. Only this is there for every width, with its fence and commit: with loops of several
   // widths ptxas serializes wgmma (C7512), and with the commit outside it waits for every batch.
-  template <int kLeast, int kMost>
-  __device__ __forceinline__ void multiply(float (&sums)[kValues], const uint32_t (&a)[4][4],
+  template <int kFrom, int kMost, int kSteps, int kHalfTokens>
+  __device__ __forceinline__ void multiply(float (&sums)[kValues], const uint32_t (&a)[kSteps][4],
                                            uint64_t tokens) const {
-    if constexpr (kLeast < kMost) {
-      constexpr int kMiddle = kLeast + (kMost - kLeast) / 16 * 8;
-      if (rows <= kMiddle) return multiply<kLeast, kMiddle>(sums, a, tokens);
-      return multiply<kMiddle + 8, kMost>(sums, a, tokens);
+    if constexpr (kFrom < kMost) {
+      constexpr int kMiddle = kFrom + (kMost - kFrom) / 16 * 8;
+      if (rows <= kMiddle) return multiply<kFrom, kMiddle, kSteps, kHalfTokens>(sums, a, tokens);
+      return multiply<kMiddle + 8, kMost, kSteps, kHalfTokens>(sums, a, tokens);
     } else {
       ptx::wgmma_fence();
       MEGAMOE_UNROLL
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < kSteps; ++j) {
         ptx::wgmma(reinterpret_cast<float(&)[kMost / 2]>(sums), a[j],
-                   ptx::descriptor_plus(tokens, j * 32));
+                   ptx::descriptor_plus(tokens, j / 4 * kHalfTokens + j % 4 * 32));
       }
       ptx::wgmma_commit();
     }

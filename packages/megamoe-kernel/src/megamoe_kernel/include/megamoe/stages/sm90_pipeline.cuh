@@ -7,7 +7,6 @@
 
 #include "megamoe/ptx/sm90.cuh"
 #include "megamoe/scheduler/gates.hpp"
-#include "megamoe/scheduler/tasks.hpp"
 #include "megamoe/stages/sm90_sizes.hpp"
 
 namespace megamoe {
@@ -112,7 +111,8 @@ struct StageCursor {
   }
   __device__ __forceinline__ void advance(int count) {
     stage += count;
-    while (stage >= kStages) stage -= kStages, ++round;
+    round += static_cast<uint32_t>(stage / kStages);
+    stage %= kStages;
   }
 };
 
@@ -135,10 +135,25 @@ __device__ __forceinline__ bool wait_phase(M& m, uint32_t barrier, uint32_t pari
   return true;
 }
 
-// Both layers' weights: tiles [experts, rows / 64, columns / 128, 4608] and alphas.
+// One layer's weights: tiles [experts, rows / 64, columns / 128, 4608] and alphas.
 struct Sm90Weights {
   const uint8_t* tiles;
   const float* alpha;  // L1 [experts, 2], L2 [experts]
+};
+// Both layers', of the routed experts and of the shared one.
+struct Sm90LayerWeights {
+  Sm90Weights w13, w2, shared_w13, shared_w2;
+
+  // Of one expert; num_local_experts is the shared one.
+  template <class Shape>
+  __device__ __forceinline__ Sm90Weights of(const Shape& shape, Layer layer, int expert) const {
+    const bool is_l1 = layer == Layer::kL1;
+    if (expert == shape.num_local_experts) return is_l1 ? shared_w13 : shared_w2;
+    const Sm90Weights& all = is_l1 ? w13 : w2;
+    const int64_t tiles =
+        int64_t{shape.hidden / kTileColumns} * (shape.intermediate / kTileRows) * (is_l1 ? 2 : 1);
+    return {all.tiles + expert * tiles * kTileBytes, all.alpha + expert * (is_l1 ? 2 : 1)};
+  }
 };
 
 // The epilogues' tile in shared memory: consumers fill it task by task, one warp stores it, and the
@@ -163,18 +178,79 @@ struct TileHandoff {
   }
 };
 
-// One warp: the weights of this CTA's tasks. weights(layer, expert): where an expert's tiles begin.
-template <class Tiling, Machine M, class Shape, class Weights>
-__device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Pool<Shape>& pool,
-                                             const Stages<Tiling, Shape>& stages,
-                                             Weights weights) {
-  TaskCursor<Shape, Tiling::ctas> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
+// The tasks of a CTA one after the other, in shared memory (kPlanBytes): who plans tells all others.
+class Plan {
+ public:
+  explicit __device__ __forceinline__ Plan(uint8_t* shared)
+      : tasks_(reinterpret_cast<PlannedTask*>(shared)),
+        told_(reinterpret_cast<uint32_t*>(shared + kToldAt)),
+        barriers_(ptx::shared_address(shared + kBarriersAt)) {}
+
+  // One thread, before a barrier of all.
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < 2 * kPlanned; ++i) ptx::barrier_init(barriers_ + 8 * i, 1);
+    ptx::fence_barrier_init();
+  }
+
+  // Number `count` of the CTA's tasks. wait: until it is there; false if the wait was given up.
+  __device__ __forceinline__ void put(uint32_t count, const PlannedTask& task) const {
+    tasks_[count % kPlanned] = task;
+    ptx::barrier_arrive(planned(count));
+  }
+  template <Machine M>
+  __device__ __forceinline__ bool wait(M& m, uint32_t count) const {
+    return wait_phase(m, planned(count), count / kPlanned);
+  }
+  __device__ __forceinline__ PlannedTask get(uint32_t count) const {
+    return tasks_[count % kPlanned];
+  }
+
+  // Draw number `draw`, from CTA 0 of the cluster to the others, who expect it.
+  __device__ __forceinline__ void tell(uint32_t draw, uint32_t drawn, int cta) const {
+    ptx::store_at(ptx::shared_address(&told_[draw % kPlanned]), drawn, drawing(draw), cta);
+  }
+  __device__ __forceinline__ void expect(uint32_t draw) const {
+    ptx::barrier_arrive_expect(drawing(draw), 4);
+  }
+  template <Machine M>
+  __device__ __forceinline__ bool wait_told(M& m, uint32_t draw) const {
+    return wait_phase(m, drawing(draw), draw / kPlanned);
+  }
+  __device__ __forceinline__ uint32_t told(uint32_t draw) const { return told_[draw % kPlanned]; }
+
+ private:
+  static constexpr int kBarriersAt = kPlanned * static_cast<int>(sizeof(PlannedTask));
+  static constexpr int kToldAt = kBarriersAt + 2 * kPlanned * 8;
+  static_assert(kToldAt + kPlanned * 4 == kPlanBytes && kBarriersAt % 8 == 0);
+
+  __device__ __forceinline__ uint32_t planned(uint32_t count) const {
+    return barriers_ + 8 * (count % kPlanned);
+  }
+  __device__ __forceinline__ uint32_t drawing(uint32_t draw) const {
+    return barriers_ + 8 * (kPlanned + draw % kPlanned);
+  }
+
+  PlannedTask* tasks_;
+  uint32_t* told_;
+  uint32_t barriers_;
+};
+
+// Bytes of a task's weights.
+template <class Tiling, class Shape>
+MEGAMOE_FN constexpr int64_t task_bytes(const Shape& shape, Layer layer) {
+  return int64_t{task_steps<Tiling>(shape, layer)} * Tiling::weight_bytes;
+}
+
+// One warp: the weights of this CTA's tasks.
+template <class Tiling, Machine M, class Shape>
+__device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Plan& plan,
+                                             const Stages<Tiling, Shape>& stages) {
   StageCursor<Tiling::stages> at;
-  for (Task task; tasks.next(task);) {
-    const int steps = task_steps<Tiling>(shape, task.layer);
+  for (uint32_t count = 0; plan.wait(m, count); ++count) {
+    const PlannedTask planned = plan.get(count);
+    if (planned.block.rows == 0) return;
+    const int steps = task_steps<Tiling>(shape, planned.task.layer);
     const int64_t row_bytes = int64_t{steps} * Tiling::k_tiles * kTileBytes;  // of a tile of rows
-    const uint8_t* from = weights(task.layer, pool.block(task.block).expert) +
-                          task.part * Tiling::task_tiles * row_bytes;
     for (int step = 0; step < steps; ++step, at.advance()) {
       if (!wait_phase(m, stages.free(at.stage), at.round + 1)) return;
       if (lane_idx(m) == 0) {
@@ -184,7 +260,8 @@ __device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Poo
       if (const int tile = lane_idx(m); tile < Tiling::task_tiles) {
         constexpr int kPiece = Tiling::k_tiles * kTileBytes;
         ptx::copy_bulk(ptx::shared_address(stages.weights(at.stage, tile, 0)),
-                       from + tile * row_bytes + step * kPiece, kPiece, stages.full(at.stage));
+                       planned.weights + tile * row_bytes + step * kPiece, kPiece,
+                       stages.full(at.stage));
       }
     }
   }
@@ -194,15 +271,16 @@ __device__ __forceinline__ void copy_weights(M& m, const Shape& shape, const Poo
 // and ring_h, in boxes of box_rows by kBoxColumns.
 template <class Tiling, Machine M, class Shape>
 __device__ __forceinline__ void copy_tokens(M& m, const Shape& shape, const Fields& mine,
-                                            const Pool<Shape>& pool,
-                                            const Stages<Tiling, Shape>& stages,
+                                            const Plan& plan, const Stages<Tiling, Shape>& stages,
                                             const void* const (&maps)[2]) {
   constexpr int kBoxRows = box_rows(Shape{}), kBoxBytes = kBoxRows * kBoxColumns * 2;
   constexpr int kPanels = Tiling::columns / kBoxColumns, kPanelBytes = Shape::block_rows * 128;
   const Gates<Bf16, Shape> gates(shape, mine);
-  TaskCursor<Shape, Tiling::ctas> tasks(shape, pool.num_blocks(), m.cta_idx(), m.num_ctas());
   StageCursor<Tiling::stages> at;
-  for (Task task; tasks.next(task);) {
+  for (uint32_t count = 0; plan.wait(m, count); ++count) {
+    const PlannedTask planned = plan.get(count);
+    if (planned.block.rows == 0) return;
+    const Task task = planned.task;
     const bool is_l1 = task.layer == Layer::kL1;
     bool ok = true;
     if (lane_idx(m) == 0) {
@@ -214,7 +292,7 @@ __device__ __forceinline__ void copy_tokens(M& m, const Shape& shape, const Fiel
     const int steps = task_steps<Tiling>(shape, task.layer);
     const int row = gates.slot(task.block).idx * shape.block_rows;
     // What lies in the other rows is multiplied too, and stored nowhere.
-    const int boxes = ceil_div(pool.block(task.block).rows, kBoxRows);
+    const int boxes = ceil_div(planned.block.rows, kBoxRows);
     for (int step = 0; step < steps; ++step, at.advance()) {
       if (!wait_phase(m, stages.free(at.stage), at.round + 1)) return;
       if (lane_idx(m) == 0) {

@@ -1,7 +1,9 @@
-// sm_90a: sizes that a tiling implies, for kernels and for the host code that chooses the tiling.
+// sm_90a: sizes that a tiling implies, and what is planned of a task: for kernels and for the host code
+// that chooses the tiling.
 #pragma once
 
-#include "megamoe/layout/problem.hpp"
+#include "megamoe/scheduler/pool.hpp"
+#include "megamoe/scheduler/tasks.hpp"
 
 namespace megamoe {
 
@@ -20,5 +22,17 @@ MEGAMOE_FN constexpr int sm90_ring_bytes(int stages, int block_rows, int weight_
   return stages *
          (sm90_token_bytes(block_rows, k_tiles) + sm90_weight_bytes(weight_rows, k_tiles) + 2 * 8);
 }
+
+// What all roles of a CTA have to know of a task. Finding it out takes a microsecond or two, so one
+// warp does it ahead of them.
+struct PlannedTask {
+  Task task;
+  Block block;  // without rows: there is no further task
+  float alpha, alpha_up;
+  const uint8_t* weights;  // tiles of its rows
+};
+inline constexpr int kPlanned = 4;  // places for them in shared memory; the last is free
+// The places, a barrier for each, and as many numbers drawn for the cluster, each with a barrier.
+inline constexpr int kPlanBytes = kPlanned * static_cast<int>(sizeof(PlannedTask) + 8 + 8 + 4);
 
 }  // namespace megamoe
