@@ -30,7 +30,7 @@ from nvfp4_codec import dequantize_nvfp4, quantize_fp8_block
 Peer = Callable[[Tensor, Tensor, Tensor], Tensor]
 _VERIFIED_TOKENS = 8
 _TOLERANCE = 0.02  # they round to BF16 where the contract does not
-_FP8_TOLERANCE = 0.08  # of weights, hidden states and the intermediate: about 3 % each
+_FP8_TOLERANCE = 0.1  # rounding weights and activations alone makes 0.06 to 0.07, vLLM's is 0.08
 #: vLLM's contexts, which its layers look for when they run.
 _OPEN = ExitStack()
 
@@ -121,7 +121,7 @@ def _verify(
     expected = reference(layer, x, topk_idx, topk_weights).float()
     error = float((y - expected).norm() / expected.norm())
     if not error < (_FP8_TOLERANCE if "FP8" in name else _TOLERANCE):
-        raise SystemExit(f"{name} is wrong: a relative error of {error:.3g}, so it is not timed")
+        raise RuntimeError(f"it is wrong: a relative error of {error:.3g}")
 
 
 def torch_grouped(layer: Layer) -> Peer:

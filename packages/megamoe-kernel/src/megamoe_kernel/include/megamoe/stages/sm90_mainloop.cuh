@@ -70,7 +70,8 @@ struct Sm90Sums {
         }
         MEGAMOE_UNROLL
         for (int h = 0; h < kHalves; ++h) {
-          decode(half[(first + h) % 2], reinterpret_cast<uint32_t(&)[4][4]>(fragment[i % kSets][4 * h]));
+          decode(half[(first + h) % 2],
+                 reinterpret_cast<uint32_t(&)[4][4]>(fragment[i % kSets][4 * h]));
         }
         multiply<kLeast, kTokens, 4 * kHalves, kHalfTokens>(
             d[i % Tiling::tiles], fragment[i % kSets],
@@ -143,9 +144,10 @@ struct Sm90Sums {
   }
 
  private:
-  // A batch, kSteps steps of K, four of each half, for as many tokens as the block has rows: multiples of 8 from kFrom to
-  // kMost. Only this is there for every width, with its fence and commit: with loops of several
-  // widths ptxas serializes wgmma (C7512), and with the commit outside it waits for every batch.
+  // A batch, kSteps steps of K, four of each half, for as many tokens as the block has rows: multiples
+  // of 8 from kFrom to kMost. Only this is there for every width, with its fence and commit: with
+  // loops of several widths ptxas serializes wgmma (C7512), and with the commit outside it waits for
+  // every batch.
   template <int kFrom, int kMost, int kSteps, int kHalfTokens>
   __device__ __forceinline__ void multiply(float (&sums)[kValues], const uint32_t (&a)[kSteps][4],
                                            uint64_t tokens) const {
