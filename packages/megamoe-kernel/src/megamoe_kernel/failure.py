@@ -14,7 +14,7 @@ WAITS = (
     ("L1", "the tile's tokens"),
     ("L2", "the tile's L1 tasks"),
     ("combine", "the results of rank {peer}"),
-    ("mainloop", "a stage in shared memory to be filled or free"),
+    ("mainloop", "a stage, a tile or a plan in shared memory to be filled or free"),
 )
 _HAS_COUNT = ("fetch", "L1", "L2")
 

@@ -138,13 +138,15 @@ def test_tokens_one_to_33() -> None:
     _check(public_layer("sm_90a"), [Case(f"{n} tokens", TINY, n, spread) for n in range(1, 34)])
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 257])
-def test_repeats_and_replays_give_the_same_bits(tokens: int) -> None:
+# With 700 tokens in a ring of three blocks CTAs draw their tasks, and ring slots are used again.
+@pytest.mark.parametrize(("tokens", "ring_rows"), [(1, None), (64, None), (257, None), (700, 512)])
+def test_repeats_and_replays_give_the_same_bits(tokens: int, ring_rows: int | None) -> None:
     case = Case(f"{tokens} tokens", TINY, tokens, spread)
     x, ids, topk_weights = inputs_of(case, DEVICE)
     buffer = get_symm_buffer_for_nvfp4_mega_moe(
         num_experts=TINY.num_experts, num_max_tokens_per_rank=tokens, num_topk=TINY.num_topk,
         hidden=TINY.hidden, intermediate=TINY.intermediate, activation="bf16", device=DEVICE,
+        ring_rows=ring_rows,
     )  # fmt: skip
     run = public_layer("sm_90a")(*random_weights(TINY, DEVICE, 1))
     y = torch.full_like(x, math.nan)

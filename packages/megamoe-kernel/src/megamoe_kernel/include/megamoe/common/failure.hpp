@@ -18,7 +18,7 @@ enum class Wait : uint32_t {
   kTokens = 4,           // L1: the block's tokens
   kIntermediate = 5,     // L2: the block's tasks of L1
   kCombineBarrier = 6,   // combine: the other ranks' results
-  kPipeline = 7,         // a stage in shared memory: to be filled, or free again
+  kPipeline = 7,         // shared memory: a stage, a tile or a plan, to be filled or free again
 };
 
 // What a wait is about, beside the thread that waits. -1: does not apply.

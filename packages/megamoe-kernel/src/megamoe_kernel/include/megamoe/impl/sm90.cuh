@@ -2,7 +2,8 @@
 // clusters of two that bring each other's tokens.
 //
 // Warpgroup 0 brings and takes away: warp 0 weights, warp 1 tokens to shared memory, warp 2 tokens
-// into the ring, warp 3 results from the epilogues' tile. The others compute, then combine. At the
+// into the ring; warp 3 plans tasks and stores results from the epilogues' tile. The others compute, then
+// combine. At the
 // start all warps but the two copiers bring the first blocks' tokens. Rounding points, gates and
 // barriers are those of the neutral stages.
 #pragma once
@@ -88,7 +89,7 @@ __device__ __forceinline__ bool sm90_task(M& m, const Group& computers,
 
 // Consumers: all tasks. Afterwards all their results are stored. They need not wait for a task's plan:
 // the first ones are there, and who begins a task has seen the tile of the task before the last one
-// free, when that warp had planned this one. (With a wait here ptxas no longer sees that stages are
+// free, when the storing warp had planned this one. (With a wait here ptxas no longer sees that stages are
 // uniform, and wgmma's descriptors cost twice as much.)
 template <class Tiling, Machine M, class Shape>
 __device__ __forceinline__ bool sm90_compute(M& m, const Group& computers,
@@ -153,8 +154,8 @@ __device__ __forceinline__ int first_blocks(const Shape& shape, int num_blocks, 
   return num_blocks < most ? num_blocks : most;
 }
 
-// Of a cluster, no CTA may be gone while the other one copies to it or arrives at its barriers: they
-// meet once in here and once after it, whatever fails.
+// Of a cluster, no CTA may be gone while the other one copies or sends numbers to it, or arrives at its
+// barriers: they meet once in here and once after it, whatever fails.
 template <class Tiling, class Shape>
 __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   static_assert(problem_error<Bf16>(Shape{}) == nullptr);
@@ -164,7 +165,10 @@ __device__ __forceinline__ void sm90_cta(const Sm90Arguments& arguments) {
   constexpr Sm90Shared kAt = sm90_shared(Shape{}, Tiling::split, Tiling::depth, Tiling::stages);
   static_assert(kAt.bytes <= kMostShared && kAt.tile_at % 128 == 0);
   static_assert(Stages<Tiling, Shape>::kBarriersAt + 16 * Tiling::stages <= kAt.tile_at);
-  static_assert(kAt.handoff_at + 2 * 8 <= kAt.plan_at);
+  static_assert(kAt.handoff_at + 2 * 8 <= kAt.plan_at && kAt.plan_at % 8 == 0);
+  // Only a group's first warpgroup fills a tile; another one could miss that a second one was full.
+  static_assert(Tiling::split == 1 || sm90_tile_tokens(Shape{}) == Shape::block_rows);
+  static_assert(sm90_tile_tokens(Shape{}) % 8 == 0);
   // setmaxnreg waits without a limit for what others do not give up.
   constexpr int kThreads = kWarpgroup * (1 + Tiling::warpgroups);
   static_assert(kWarpgroup * (Tiling::producer_registers +

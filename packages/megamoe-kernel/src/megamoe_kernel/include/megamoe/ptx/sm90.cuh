@@ -1,7 +1,7 @@
 // The instructions of sm_90a that the pipeline needs, one thin function each.
 //
-// Source: PTX ISA 8.x, sections "mbarrier", "cp.async.bulk", "cp.async.bulk.tensor", "wgmma" and
-// "setmaxnreg". Addresses of shared memory are 32-bit, as the instructions take them.
+// Source: PTX ISA 8.x, sections "mbarrier", "cp.async.bulk", "cp.async.bulk.tensor", "st.async"
+// and "setmaxnreg". Addresses of shared memory are 32-bit, as the instructions take them.
 #pragma once
 
 #include "megamoe/common/types.hpp"

@@ -9,13 +9,15 @@
 // one wave are two. Within a wave the blocks vary fastest: neighbouring CTAs then read the same
 // weights, if the wave's blocks are one expert's.
 //
-// Each CTA takes its tasks in the order of the list: by turns, or the next one whenever it begins one
-// (stages/sm90_plan.cuh).
+// Each CTA takes its tasks in the order of the list: by turns, or one more for each that it is through
+// with (stages/sm90_plan.cuh).
 //
 // Nothing can wait in a circle. L1 of a block waits for its tokens, L2 for L1 tasks of its block,
 // which come earlier in the list. Tokens are fetched by other warps in the order of the blocks, and
 // wait for L2 of the block that had the ring slot before. A ring of two waves puts that L2 before the
-// L1 that waits for the tokens. So among what is unfinished, the first in the list can always go on.
+// L1 that waits for the tokens. Numbers are taken without gaps, each CTA goes through its own in their
+// order, and who is through takes more. So among what is unfinished the first in the list has been
+// taken, is the next of who took it, and can go on.
 #pragma once
 
 #include "megamoe/layout/problem.hpp"

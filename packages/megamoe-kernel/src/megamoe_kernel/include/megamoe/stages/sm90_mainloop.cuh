@@ -9,7 +9,7 @@
 
 namespace megamoe {
 
-// Blocks up to so many rows, of kLeast to kMost, have a loop of their own: their sums take fewer
+// Blocks up to so many rows, of `least` to `most`, have a loop of their own: their sums take fewer
 // registers, and a loop for fewer widths has fewer branches. 0: there is one loop. Each loop's sums
 // have registers of their own; where they do not fit, ptxas serializes wgmma (C7512).
 template <class Tiling>
@@ -39,7 +39,7 @@ struct Sm90Sums {
   template <Machine M, class Shape>
   __device__ __forceinline__ bool accumulate(M& m, const Stages<Tiling, Shape>& stages,
                                              StageCursor<Tiling::stages> at, int steps) {
-    constexpr int kHalfTokens = Shape::block_rows * kBoxColumns * 2;  // bytes of half a stage
+    constexpr int kHalfTokens = Shape::block_rows * kBoxColumns * 2;  // of half a tile of K
     MEGAMOE_UNROLL
     for (int tile = 0; tile < Tiling::tiles; ++tile) {
       MEGAMOE_UNROLL

@@ -1,9 +1,9 @@
 // sm_90a: which tasks a CTA takes. One warp finds them out and tells the others of the CTA.
 //
 // A cluster's first tasks are those of its turns, and where there are few blocks all of them.
-// Otherwise it draws the next number of the list whenever it begins a task: blocks differ in tokens,
-// and some CTAs begin later than others, so that by turns alone some would be done long before the
-// last. CTA 0 of a cluster draws, and tells the other one.
+// Otherwise it draws the next number of the list, three ahead, for each task that it is through with:
+// blocks differ in tokens, and some CTAs begin later than others, so that by turns alone some would be
+// done long before the last. CTA 0 of a cluster draws, and tells the other one.
 #pragma once
 
 #include "megamoe/scheduler/pool.hpp"
@@ -28,9 +28,10 @@ class Planner {
   }
 
   // Three tasks are planned ahead of the one whose results are stored. A place is written again when
-  // its task's results are in the epilogues' tile: then nobody has yet to read it. The other CTA of
-  // the cluster has planned that task too, as it brought half of its tokens, so it has also read the
-  // number that was drawn for it. False if a wait was given up.
+  // its task's results are in the epilogues' tile: then nobody has yet to read it, as consumers have
+  // filled the tile from stages that both copiers have filled. The other CTA of the cluster has
+  // planned that task too, as it brought half of its tokens, so it has also read the number that was
+  // drawn for it. False if a wait was given up.
   __device__ __forceinline__ bool plan_next() {
     PlannedTask next{};
     if (more_) {

@@ -31,7 +31,7 @@ struct PlannedTask {
   float alpha, alpha_up;
   const uint8_t* weights;  // tiles of its rows
 };
-inline constexpr int kPlanned = 4;  // places for them in shared memory; the last is free
+inline constexpr int kPlanned = 4;  // places in shared memory: for the one that is stored, and three
 // The places, a barrier for each, and as many numbers drawn for the cluster, each with a barrier.
 inline constexpr int kPlanBytes = kPlanned * static_cast<int>(sizeof(PlannedTask) + 8 + 8 + 4);
 
