@@ -100,8 +100,9 @@ void define_tilings(py::module_& module, const std::string& arch,
   });
 }
 
-// The same of the scalar kernel, which has one tiling, and one CTA on each multiprocessor of an H200.
-constexpr int kScalarCtas = 132;
+constexpr int kScalarCtas = 132;  // that take turns: one on each multiprocessor of an H200
+
+// The same of the scalar kernel, which has one tiling.
 Ints<Problem> scalar_constants(const Ints<MoEShape>& numbers, int num_ranks, int ring_rows,
                                bool is_nvfp4, int block_rows, int weight_rows) {
   const MoEShape layer = std::bit_cast<MoEShape>(numbers);

@@ -52,6 +52,14 @@ void run_warp(uint64_t seed, F f) {
   world.crew.run([] { return false; });
 }
 
+// As (layer, block, part); returns where the next one goes.
+int32_t* put_task(const Task& task, int32_t* out) {
+  *out++ = task.layer == Layer::kL1 ? 1 : 2;
+  *out++ = task.block;
+  *out++ = task.part;
+  return out;
+}
+
 }  // namespace
 
 extern "C" {
@@ -72,16 +80,12 @@ int megamoe_field(const char* name) {
   return -1;
 }
 
-// One CTA's tasks as (layer, block, part); returns how many, at most capacity.
+// One CTA's tasks as put_task has them; returns how many, at most capacity.
 int megamoe_tasks(const Problem* problem, int num_blocks, int first, int stride, int32_t* out,
                   int capacity) {
   TaskCursor<Problem> cursor(*problem, num_blocks, first, stride);
   int count = 0;
-  for (Task task; count < capacity && cursor.next(task); ++count) {
-    *out++ = task.layer == Layer::kL1 ? 1 : 2;
-    *out++ = task.block;
-    *out++ = task.part;
-  }
+  for (Task task; count < capacity && cursor.next(task); ++count) out = put_task(task, out);
   return count;
 }
 
@@ -90,11 +94,7 @@ int megamoe_tasks_at(const Problem* problem, int num_blocks, const int32_t* numb
                      int32_t* out) {
   TaskList<Problem> list(*problem, num_blocks, 0);
   int found = 0;
-  for (Task task; found < count && list.at(numbers[found], task); ++found) {
-    *out++ = task.layer == Layer::kL1 ? 1 : 2;
-    *out++ = task.block;
-    *out++ = task.part;
-  }
+  for (Task task; found < count && list.at(numbers[found], task); ++found) out = put_task(task, out);
   return found;
 }
 

@@ -2,10 +2,9 @@
 // clusters of two that bring each other's tokens.
 //
 // Warpgroup 0 brings and takes away: warp 0 weights, warp 1 tokens to shared memory, warp 2 tokens
-// into the ring; warp 3 plans tasks and stores results from the epilogues' tile. The others compute, then
-// combine. At the
-// start all warps but the two copiers bring the first blocks' tokens. Rounding points, gates and
-// barriers are those of the neutral stages.
+// into the ring; warp 3 plans tasks and stores results from the epilogues' tile. The others compute,
+// then combine. At the start all warps but the two copiers bring the first blocks' tokens. Rounding
+// points, gates and barriers are those of the neutral stages.
 #pragma once
 
 #include "megamoe/comm/device.cuh"
@@ -87,10 +86,10 @@ __device__ __forceinline__ bool sm90_task(M& m, const Group& computers,
   return true;
 }
 
-// Consumers: all tasks. Afterwards all their results are stored. They need not wait for a task's plan:
-// the first ones are there, and who begins a task has seen the tile of the task before the last one
-// free, when the storing warp had planned this one. (With a wait here ptxas no longer sees that stages are
-// uniform, and wgmma's descriptors cost twice as much.)
+// Consumers: all tasks. Afterwards all their results are stored. They need not wait for a task's
+// plan: the first ones are there, and who begins a task has seen the tile of the task before the last
+// one free, when the storing warp had planned this one. (With a wait here ptxas no longer sees that
+// stages are uniform, and wgmma's descriptors cost twice as much.)
 template <class Tiling, Machine M, class Shape>
 __device__ __forceinline__ bool sm90_compute(M& m, const Group& computers,
                                              const Sm90Cta<Tiling, Shape>& cta) {

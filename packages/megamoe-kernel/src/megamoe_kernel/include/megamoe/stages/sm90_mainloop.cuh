@@ -9,13 +9,16 @@
 
 namespace megamoe {
 
+// Where a choice among multiples of 8 from least to most is halved: the most of the lower half.
+MEGAMOE_FN constexpr int middle_of(int least, int most) { return least + (most - least) / 16 * 8; }
+
 // Blocks up to so many rows, of `least` to `most`, have a loop of their own: their sums take fewer
 // registers, and a loop for fewer widths has fewer branches. 0: there is one loop. Each loop's sums
 // have registers of their own; where they do not fit, ptxas serializes wgmma (C7512).
 template <class Tiling>
 MEGAMOE_FN constexpr int short_rows(int least, int most) {
   constexpr int kMostRegisters = 40;  // for the sums of both loops
-  const int middle = least + (most - least) / 16 * 8;
+  const int middle = middle_of(least, most);
   const int registers = Tiling::tiles * (middle + most) / 2;
   return middle < most && registers <= kMostRegisters ? middle : 0;
 }
@@ -152,7 +155,7 @@ struct Sm90Sums {
   __device__ __forceinline__ void multiply(float (&sums)[kValues], const uint32_t (&a)[kSteps][4],
                                            uint64_t tokens) const {
     if constexpr (kFrom < kMost) {
-      constexpr int kMiddle = kFrom + (kMost - kFrom) / 16 * 8;
+      constexpr int kMiddle = middle_of(kFrom, kMost);
       if (rows <= kMiddle) return multiply<kFrom, kMiddle, kSteps, kHalfTokens>(sums, a, tokens);
       return multiply<kMiddle + 8, kMost, kSteps, kHalfTokens>(sums, a, tokens);
     } else {
